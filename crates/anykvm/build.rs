@@ -17,7 +17,7 @@ fn main() {
     }
 }
 
-/// `ANYKVM_VERSION`: the version with the commit, where there is a repository.
+/// Sets `ANYKVM_VERSION` to the version, with the commit where there is a repository.
 fn name_version() {
     let version = std::env::var("CARGO_PKG_VERSION").unwrap_or_default();
     let git = |arguments: &[&str]| {
@@ -30,7 +30,7 @@ fn name_version() {
         None => version,
     };
     println!("cargo:rustc-env=ANYKVM_VERSION={version}");
-    // A worktree's own HEAD, and the branch that it names.
+    // Runs again when a worktree's own HEAD changes, or the branch that it names.
     for name in ["HEAD", "logs/HEAD"] {
         if let Some(path) = git(&["rev-parse", "--git-path", name])
             && std::path::Path::new(&path).exists()

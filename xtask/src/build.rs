@@ -1,17 +1,17 @@
-//! The release build of `anykvm` that boots and benches use, and where fetched things go.
+//! The release build of `anykvm` that boots and benches use, and the folder of fetched files.
 
 use std::{
     path::PathBuf,
     process::{Command, Stdio},
 };
 
-/// Builds `anykvm` optimised; returns the program.
+/// Builds `anykvm` optimised. Returns the program.
 pub(crate) fn anykvm() -> Result<PathBuf, String> {
     release(&["-p", "anykvm"])?;
     Ok(target().join("release/anykvm"))
 }
 
-/// `cargo build --release` of what the arguments name.
+/// Runs `cargo build --release` for what the arguments name.
 pub(crate) fn release(arguments: &[&str]) -> Result<(), String> {
     let status = Command::new(env!("CARGO"))
         .args(["build", "--release", "--quiet"])
@@ -30,13 +30,13 @@ pub(crate) fn release(arguments: &[&str]) -> Result<(), String> {
     }
 }
 
-/// Cargo's output folder.
+/// Returns Cargo's output folder.
 pub(crate) fn target() -> PathBuf {
     let root = crate::tidy::root();
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |t| root.join(t))
 }
 
-/// What is fetched from Debian; never committed.
+/// Returns the folder of files that are fetched from Debian and never committed.
 pub(crate) fn cache() -> PathBuf {
     crate::tidy::root().join(".cache")
 }

@@ -3,11 +3,11 @@
 
 use std::{process::Command, time::Instant};
 
-/// What a step does.
+/// The work of a step.
 enum Task {
     /// Runs cargo with these arguments.
     Cargo(&'static [&'static str]),
-    /// A task of ours.
+    /// Runs a task of this program.
     Own(fn() -> Result<(), String>),
 }
 use Task::{Cargo, Own};
@@ -83,7 +83,7 @@ const STEPS: &[(&str, Task)] = &[
     ("tests", Cargo(&["test", "--workspace"])),
 ];
 
-/// Runs every step; stops at the first that fails.
+/// Runs every step. Stops at the first that fails.
 pub(crate) fn run() -> Result<(), String> {
     crate::needs::check()?;
     for (name, task) in STEPS {
@@ -102,7 +102,7 @@ pub(crate) fn run() -> Result<(), String> {
 fn cargo(arguments: &[&str]) -> Result<(), String> {
     let status = Command::new(env!("CARGO"))
         .args(arguments)
-        // A link that leads nowhere is as wrong as code that does not compile.
+        // A broken link is an error like code that does not compile.
         .env("RUSTDOCFLAGS", "-D warnings")
         .status()
         .map_err(|e| format!("cannot run cargo: {e}"))?;

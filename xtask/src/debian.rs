@@ -1,6 +1,6 @@
-//! Debian's packages: installed, or fetched and unpacked into `.cache/`.
+//! Debian's packages, which are installed, or fetched and unpacked into `.cache/`.
 //!
-//! Nothing is skipped: what is missing is installed, and what cannot be is an error.
+//! Nothing is skipped: a missing package is installed, and one that cannot be is an error.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use std::{
 
 use crate::tool::tool;
 
-/// Installs those packages that are missing; needs root for that.
+/// Installs the packages that are missing, for which it needs root.
 pub(crate) fn install(packages: &[&str]) -> Result<(), String> {
     let missing: Vec<&str> = packages
         .iter()
@@ -36,7 +36,7 @@ pub(crate) fn is_installed(package: &str) -> bool {
     tool(&mut query).is_ok_and(|status| status.trim() == "install ok installed")
 }
 
-/// A 32-bit static busybox.
+/// Returns a 32-bit static busybox.
 pub(crate) fn busybox_i386() -> Result<PathBuf, String> {
     let unpacked = unpack("busybox-static:i386", "busybox-i386")?;
     ["bin/busybox", "usr/bin/busybox"]
@@ -46,7 +46,7 @@ pub(crate) fn busybox_i386() -> Result<PathBuf, String> {
         .ok_or_else(|| format!("{}: no busybox in it", unpacked.display()))
 }
 
-/// The kernel that a metapackage stands for today.
+/// Returns the kernel that a metapackage stands for today.
 pub(crate) fn kernel(package: &str, name: &str) -> Result<PathBuf, String> {
     let boot = crate::build::cache().join(name).join("boot");
     if !boot.exists() {
@@ -74,7 +74,7 @@ fn newest(boot: &Path) -> Option<PathBuf> {
         .max()
 }
 
-/// Downloads and unpacks a Debian package into the cache, once; returns the folder.
+/// Downloads and unpacks a Debian package into the cache, if it is not there. Returns the folder.
 pub(crate) fn unpack(package: &str, name: &str) -> Result<PathBuf, String> {
     let cache = crate::build::cache();
     let place = cache.join(name);
@@ -83,7 +83,7 @@ pub(crate) fn unpack(package: &str, name: &str) -> Result<PathBuf, String> {
     }
     let download = cache.join(format!("{name}.partial"));
     let cannot = |e: std::io::Error| format!("{}: {e}", download.display());
-    // A leftover of an interrupted run.
+    // The folder may be left over from an interrupted run.
     let _ = fs::remove_dir_all(&download);
     fs::create_dir_all(&download).map_err(cannot)?;
     if package.ends_with(":i386") {
@@ -113,7 +113,8 @@ fn add_i386() -> Result<(), String> {
         return Ok(());
     }
     tool(Command::new("dpkg").args(["--add-architecture", "i386"]))?;
-    // A mirror in the middle of its update spoils one list of many: a package that is missing for it is said later.
+    // A mirror in the middle of an update fails for one list of many. If a package is missing because of that, the
+    // error comes later.
     if let Err(error) = tool(Command::new("apt-get").args(["update", "-qq"])) {
         eprintln!("xtask: going on with the lists there are: {error}");
     }

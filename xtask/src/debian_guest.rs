@@ -1,7 +1,7 @@
-//! `cargo xtask debian-guest [--rounds N]`: a whole Debian under Debian's QEMU, with anykvm and with TCG.
+//! `cargo xtask debian-guest [--rounds N]`: boots a whole Debian under Debian's QEMU, with anykvm and with TCG.
 //!
-//! debootstrap makes a root file system with systemd; the guest boots it with 2 vCPUs to a login,
-//! apt-get installs a package from a folder in it, and it powers off. Needs root and a mirror, once.
+//! debootstrap makes a root file system with systemd. The guest boots it with 2 vCPUs to a login, apt-get installs a
+//! package from a folder in it, and it powers off. The first run needs root and a mirror.
 
 use std::{
     fs,
@@ -16,18 +16,18 @@ use crate::tool::tool;
 
 const PACKAGES: &[&str] = &["debootstrap", "e2fsprogs", "qemu-system-x86"];
 const INCLUDED: &str = "systemd,systemd-sysv,udev,linux-image-cloud-amd64,initramfs-tools,kmod";
-/// What apt-get installs in the guest.
+/// The package that apt-get installs in the guest.
 const PACKAGE: &str = "hello";
-/// How long a machine may take for a step.
+/// How long each step of a machine may take.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// TCG's time over anykvm's.
+/// Minimum of TCG's time divided by anykvm's.
 const BAR: f64 = 3.0;
 
-/// Seconds until the login, until the package was installed, and until the power was off; and those of processors,
-/// which say more beside other work.
+/// Seconds until the login, until the package is installed, and until the power is off; and seconds of processor time,
+/// which other load on the machine affects less.
 type Times = [f64; 4];
 
-/// How often.
+/// Options of `debian-guest`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
     /// Boots on each, of which the best counts.
@@ -35,7 +35,7 @@ pub(crate) struct Options {
     rounds: u32,
 }
 
-/// Boots it on both in turn.
+/// Boots the guest on both in turn.
 pub(crate) fn run(options: &Options) -> Result<(), String> {
     crate::debian::install(PACKAGES)?;
     let folder = crate::build::cache().join("debian-guest");
@@ -66,7 +66,7 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes the image, once.
+/// Makes the image, if it does not exist.
 fn prepare(folder: &Path) -> Result<(), String> {
     let image = folder.join("disk.img");
     if image.exists() {
@@ -147,7 +147,7 @@ impl Machine {
         })
     }
 
-    /// Waits until the guest has printed this, and forgets what came before.
+    /// Waits until the guest has printed `what`, and drops the output before it.
     fn wait_for(&mut self, what: &str) -> Result<(), String> {
         let end = Instant::now() + PATIENCE;
         loop {
@@ -187,13 +187,14 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A failed run leaves it.
+        // A run that fails leaves the process running.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Processor time of the children that have ended, as `/proc/self/stat` has it, in hundredths (proc(5)).
+/// Returns the processor time of the children that have ended; `/proc/self/stat` has it in hundredths of seconds
+/// (proc(5)).
 fn children_seconds() -> Result<f64, String> {
     let path = "/proc/self/stat";
     let text = fs::read_to_string(path).map_err(|e| format!("{path}: {e}"))?;
@@ -201,14 +202,14 @@ fn children_seconds() -> Result<f64, String> {
 }
 
 fn parse_children_seconds(stat: &str) -> Option<f64> {
-    // The second field is in parentheses, and may have spaces; cutime and cstime are the 16th and 17th.
+    // The second field is in parentheses and may have spaces. cutime and cstime are the 16th and 17th fields.
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace().skip(13);
     let mut number = || fields.next()?.parse::<f64>().ok();
     Some((number()? + number()?) / 100.0)
 }
 
-/// On anykvm, or on TCG without.
+/// Boots the guest on anykvm; without it, on TCG.
 fn boot(folder: &Path, anykvm: Option<&Path>) -> Result<Times, String> {
     let disk: PathBuf = folder.join("run.img");
     tool(
@@ -255,7 +256,7 @@ fn boot(folder: &Path, anykvm: Option<&Path>) -> Result<Times, String> {
     let login = seconds();
     machine.say("root")?;
     machine.wait_for("# ")?;
-    // The echo of the command does not contain what is waited for.
+    // The command's echo must not contain the text that is waited for.
     machine.say(&format!(
         "test $(nproc) = 2 && apt-get update && apt-get -y install {PACKAGE} && {PACKAGE} && echo DONE-$((40 + 2))"
     ))?;

@@ -1,8 +1,8 @@
-//! `cargo xtask fresh-debian [--ci] [NAME…]`: README's two commands on a new machine.
+//! `cargo xtask fresh-debian [--ci] [NAME…]`: runs README's two commands on a new machine.
 //!
-//! The machine is a root folder that debootstrap makes, with gcc and this machine's cargo, and with
-//! the tracked files of this tree. The commands run in it as root and as an ordinary user, with
-//! apt's package lists and without them. Needs root and a mirror.
+//! The machine is a root folder that debootstrap makes, with gcc and this machine's cargo, and with the tracked files
+//! of this tree. The commands run in it as root and as an ordinary user, with apt's package lists and without them.
+//! This needs root and a mirror.
 
 use std::{
     fs,
@@ -17,10 +17,10 @@ use clap::{Args, builder::PossibleValuesParser};
 
 const SUITE: &str = "bookworm";
 const USER: &str = "somebody";
-/// How long a command may take that only looks at what is missing, with cargo's own build before.
+/// Time limit of a command that only finds out what is missing, with cargo's own build before.
 const BUILD: Duration = Duration::from_secs(1500);
 
-/// A way to be new to it.
+/// A kind of new user.
 struct Case {
     name: &'static str,
     is_root: bool,
@@ -50,7 +50,7 @@ const CASES: &[Case] = &[
     },
 ];
 
-/// Which cases.
+/// Options of `fresh-debian`.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// The whole suite as root, not its start only.
@@ -80,13 +80,13 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
     Ok(())
 }
 
-/// The root folder.
+/// The root folder of a machine.
 struct Machine {
     root: PathBuf,
 }
 
 impl Machine {
-    /// Makes it once, and brings the tree up to date.
+    /// Makes the folder, if it does not exist, and brings the tree up to date.
     fn make() -> Result<Self, String> {
         let root = crate::build::cache().join("fresh-debian");
         if !root.join("etc/debian_version").exists() || !root.join("made").exists() {
@@ -129,8 +129,8 @@ impl Machine {
                 .arg(from)
                 .arg(self.root.join("src/")),
         )?;
-        // rustup's toolchain as it is here, without what was built or fetched with it; crates
-        // come from their registry's local copy where there is one.
+        // The machine gets this machine's toolchain of rustup, without what was built or fetched with it. Crates come
+        // from their registry's local copy, if there is one.
         let home = PathBuf::from(std::env::var_os("HOME").unwrap_or_default());
         for (variable, folder) in [("RUSTUP_HOME", ".rustup"), ("CARGO_HOME", ".cargo")] {
             let from = std::env::var_os(variable).map_or_else(|| home.join(folder), PathBuf::from);
@@ -143,12 +143,12 @@ impl Machine {
         Ok(self)
     }
 
-    /// README's first command, with a line for the guest's shell.
+    /// Runs README's first command, with a line for the guest's shell.
     fn boot(&self, case: &Case) -> Result<(), String> {
         self.set_up(case)?;
         let command = "cargo run --quiet --release -p anykvm -- boot";
         let outcome = self.run(case.is_root, command, b"uname -s; echo $((6 * 7))\n", BUILD)?;
-        // An ordinary user without lists, and with nothing else, is told what to run.
+        // An ordinary user without lists gets told what to run, and nothing more.
         if !case.is_root && !case.has_lists {
             let is_told =
                 outcome.errors.contains("apt-get update") && outcome.errors.contains("--kernel");
@@ -163,7 +163,7 @@ impl Machine {
         Ok(())
     }
 
-    /// README's second: all that is missing is said in one command, and root goes on.
+    /// Runs README's second command. It says in one command all that is missing; as root it goes on.
     fn suite(&self, case: &Case, is_whole: bool) -> Result<(), String> {
         if case.is_root && !is_whole {
             return Ok(());
@@ -183,7 +183,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Nobody has run anything here before.
+    /// Restores the state in which nobody has run anything here.
     fn set_up(&self, case: &Case) -> Result<(), String> {
         let lists = if case.has_lists {
             "apt-get update -qq"
@@ -213,7 +213,7 @@ impl Machine {
         }
     }
 
-    /// Runs a line of shell in the machine, in mount and process namespaces of its own.
+    /// Runs a shell's line in the machine, in mount and process namespaces of its own.
     fn run(
         &self,
         is_root: bool,
@@ -250,7 +250,7 @@ impl Machine {
             .spawn()
             .map_err(|e| format!("unshare: {e}"))?;
         if let Some(mut stdin) = child.stdin.take() {
-            // A program that does not read it has ended.
+            // A program that does not read its input has ended.
             let _ = stdin.write_all(input);
         }
         let streams = [
@@ -278,7 +278,7 @@ impl Machine {
     }
 }
 
-/// What a command has left.
+/// The outcome of a command.
 #[derive(Debug)]
 struct Outcome {
     status: Option<i32>,
@@ -290,7 +290,7 @@ fn collect(stream: Option<Box<dyn std::io::Read + Send>>) -> std::thread::JoinHa
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(mut stream) = stream {
-            // What came before an error is kept.
+            // Bytes before an error are kept.
             let _ = stream.read_to_end(&mut bytes);
         }
         String::from_utf8_lossy(&bytes).into_owned()

@@ -1,7 +1,7 @@
-//! `cargo xtask kvm-ioctls`: the kvm-ioctls crate, fetched from the registry, as a judge.
+//! `cargo xtask kvm-ioctls`: tests with the kvm-ioctls crate, which is fetched from the registry.
 //!
-//! Its own unit tests run through `anykvm exec`, and the VMM of its documentation is built twice: with
-//! it, and with `anykvm-ioctls` in its place, which is one line of the manifest.
+//! The crate's own unit tests run through `anykvm exec`. The VMM of its documentation is built twice: with this crate,
+//! and with `anykvm-ioctls` in its place, which is one line of the manifest.
 
 use std::{
     fs,
@@ -12,12 +12,12 @@ use std::{
 
 use crate::tool::tool;
 
-/// The version whose API `anykvm-ioctls` has.
+/// The version whose API `anykvm-ioctls` implements.
 const VERSION: &str = "0.25.1";
-/// A run with fewer has not run what is meant.
+/// Minimum number of tests. A run with fewer has not run what it should.
 const LEAST: usize = 60;
 
-/// Fetches, builds and runs.
+/// Fetches, builds and runs the tests.
 pub(crate) fn run() -> Result<(), String> {
     let folder = crate::build::cache().join("kvm-ioctls");
     let source = fetch(&folder)?;
@@ -26,7 +26,7 @@ pub(crate) fn run() -> Result<(), String> {
     example(&anykvm, &source, &folder)
 }
 
-/// The crate's source, by an ordinary dependency on it, copied to where it may be built.
+/// Fetches the crate's source by an ordinary dependency on it, and copies it to where it may be built.
 fn fetch(folder: &Path) -> Result<PathBuf, String> {
     let source = folder.join(format!("kvm-ioctls-{VERSION}"));
     if source.exists() {
@@ -36,7 +36,7 @@ fn fetch(folder: &Path) -> Result<PathBuf, String> {
     let dependency = format!("kvm-ioctls = \"={VERSION}\"");
     package(&user, &dependency, "fn main() {}")?;
     let metadata = cargo(&user, &["metadata", "--format-version", "1"])?;
-    // Without a reader of JSON: the manifest's path is the one string that ends so.
+    // No reader of JSON is needed: the manifest's path is the only string with this end.
     let end = format!("/kvm-ioctls-{VERSION}/Cargo.toml");
     let path = metadata
         .split('"')
@@ -47,7 +47,7 @@ fn fetch(folder: &Path) -> Result<PathBuf, String> {
     let _ = fs::remove_dir_all(&partial);
     let cannot = |e: std::io::Error| format!("{}: {e}", partial.display());
     copy(original, &partial).map_err(cannot)?;
-    // It is below our workspace, and none of it.
+    // The folder is below our workspace, but is not a part of it.
     fs::OpenOptions::new()
         .append(true)
         .open(partial.join("Cargo.toml"))
@@ -71,7 +71,7 @@ fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// A package of its own, outside of the workspace, with one dependency and what the example needs.
+/// Makes a package outside of the workspace, with one dependency and what the example needs.
 fn package(folder: &Path, dependency: &str, main: &str) -> Result<(), String> {
     let manifest = format!(
         "[package]\nname = \"example\"\nversion = \"0.1.0\"\nedition = \"2021\"\n\n[dependencies]\n\
@@ -89,7 +89,7 @@ fn package(folder: &Path, dependency: &str, main: &str) -> Result<(), String> {
     write("src/main.rs", main)
 }
 
-/// Runs cargo in a folder; its standard output.
+/// Runs cargo in a folder. Returns its standard output.
 fn cargo(folder: &Path, arguments: &[&str]) -> Result<String, String> {
     let mut cargo = Command::new(env!("CARGO"));
     cargo
@@ -99,7 +99,7 @@ fn cargo(folder: &Path, arguments: &[&str]) -> Result<String, String> {
     tool(&mut cargo).map_err(|e| format!("cargo {} failed: {e}", arguments.join(" ")))
 }
 
-/// Runs a program under `anykvm exec`, or by itself; its standard output and status.
+/// Runs a program under `anykvm exec`, or by itself. Returns its standard output and status.
 fn outcome(
     anykvm: Option<&Path>,
     program: &Path,
@@ -149,7 +149,7 @@ fn tests(anykvm: &Path, source: &Path, folder: &Path) -> Result<(), String> {
     }
 }
 
-/// How many tests passed, and those that ended otherwise than they should.
+/// Returns how many tests have passed, and those that have ended in a wrong way.
 fn judge(output: &str) -> (usize, Vec<String>) {
     let mut passed = 0;
     let mut wrong = Vec::new();
@@ -167,7 +167,7 @@ fn judge(output: &str) -> (usize, Vec<String>) {
             _ => wrong.push(name.to_owned()),
         }
     }
-    // A crash leaves the last test without a result.
+    // After a crash, the last test has no result.
     if !output.contains("test result:") {
         wrong.push("no result: it did not come to its end".to_owned());
     }
@@ -198,7 +198,7 @@ fn example(anykvm: &Path, source: &Path, folder: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// The first example in the documentation of a crate.
+/// Returns the first example in the documentation of a crate.
 fn documented(library: &str) -> Option<String> {
     let mut lines = library
         .lines()
@@ -209,7 +209,7 @@ fn documented(library: &str) -> Option<String> {
         let line = line.strip_prefix("//!")?;
         let line = line.strip_prefix(' ').unwrap_or(line);
         if line == "```" {
-            // Documentation is a function's body unless it says otherwise.
+            // An example is a function's body, unless it has a main function.
             let is_whole = main.contains("fn main()");
             return Some(if is_whole {
                 main
@@ -217,7 +217,7 @@ fn documented(library: &str) -> Option<String> {
                 format!("fn main() {{\n{main}}}\n")
             });
         }
-        // A line that only the documentation hides.
+        // The documentation hides lines that begin with "# ".
         main.push_str(line.strip_prefix("# ").unwrap_or(line));
         main.push('\n');
     }

@@ -1,15 +1,15 @@
-//! `cargo xtask lockstep [--quick]`: the JIT against the interpreter over whole boots.
+//! `cargo xtask lockstep [--quick]`: compares the JIT with the interpreter over whole boots.
 //!
-//! `ANYKVM_ENGINE=lockstep` runs everything that translated code does once more by the
-//! interpreter. A boot with an error planted in the translator comes first: it has to be found.
-//! `--quick` ends after one vCPU's boot; without it two vCPUs and the guests' programs follow.
+//! With `ANYKVM_ENGINE=lockstep`, the interpreter executes again everything that translated code has executed. First
+//! comes a boot with an error planted in the translator, which has to be found. `--quick` ends after one vCPU's boot;
+//! without it, two vCPUs and the guests' programs follow.
 
 use std::time::Duration;
 
 use testkit::boot::{Boot, Outcome};
 
 const LIMIT: Duration = Duration::from_secs(1800);
-/// Programs that end in minutes.
+/// Programs that end within minutes.
 const GUESTS: &[&str] = &[
     "openssl",
     "python",
@@ -21,7 +21,7 @@ const GUESTS: &[&str] = &[
     "perl",
     "gcc",
 ];
-/// Something of everything: pipes, forks, files, signals, arithmetic.
+/// A command with a little of everything: pipes, forks, files, signals, arithmetic.
 const COMMAND: &str = "
     uname -m; nproc
     busybox seq 1 400 | busybox sort -r | busybox sha256sum
@@ -31,7 +31,7 @@ const COMMAND: &str = "
     (sleep 100 & kill -TERM $!; wait $!; echo $?); echo end
     exit 7";
 
-/// How much.
+/// Options of `lockstep`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
     /// Only what CI does.
@@ -39,7 +39,7 @@ pub(crate) struct Options {
     pub(crate) quick: bool,
 }
 
-/// Runs all, or the quick ones.
+/// Runs all, or the quick part.
 pub(crate) fn run(options: &Options) -> Result<(), String> {
     let quick = options.quick;
     let anykvm = crate::build::anykvm()?;
@@ -65,7 +65,7 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
     })
 }
 
-/// The error was found, and shown with code of the guest and of the host.
+/// Checks that the error was found, and shown with code of the guest and of the host.
 fn planted(outcome: &Outcome) -> Result<(), String> {
     let errors = String::from_utf8_lossy(&outcome.stderr).into_owned();
     let shown = [
@@ -88,7 +88,7 @@ fn planted(outcome: &Outcome) -> Result<(), String> {
     }
 }
 
-/// The line that says how much was compared.
+/// Returns the line that says how much was compared.
 fn agreed(outcome: &Outcome, cpus: u32) -> Result<String, String> {
     let text = outcome.text();
     let lines: Vec<&str> = text.lines().collect();

@@ -1,10 +1,10 @@
-//! `cargo xtask loom`: the models of the lock-free code, each in all orders of its threads' steps.
+//! `cargo xtask loom`: the models of lock-free code, each in all orders of its threads' steps.
 //!
-//! They are a build of their own: with `--cfg loom` that code is made of loom's atomics (guest-memory's `words.rs`).
+//! The models are a build of their own: with `--cfg loom`, the code uses loom's atomics (guest-memory's `words.rs`).
 
 use std::process::Command;
 
-/// Crates with models, which are in a module of this name.
+/// Crates with models, and the module that has them.
 const CRATES: &[&str] = &["guest-memory"];
 const MODELS: &str = "models::";
 

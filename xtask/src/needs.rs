@@ -1,12 +1,11 @@
-//! What `cargo xtask ci` needs of the machine, found out before anything is built: packages of
-//! Debian's, package lists, the i386 architecture. Root gets it installed, others are told once, with
-//! one command, all that is missing.
+//! What `cargo xtask ci` needs of the machine: Debian packages, package lists, the i386 architecture. This is found out
+//! before anything is built. For root it is installed; other users are told once, by one command, all that is missing.
 
 use std::{fs, path::Path, process::Command};
 
 use crate::{debian::is_installed, tool::tool};
 
-/// The union of what the steps use.
+/// All packages that the steps use.
 const PACKAGES: &[&str] = &[
     "busybox-static",
     "cpu-checker",
@@ -30,7 +29,7 @@ const PACKAGES: &[&str] = &[
     "xz-utils",
     "zstd",
 ];
-/// For its busybox, the 32-bit program of the suite.
+/// The architecture of busybox, the 32-bit program of the suite.
 const ARCHITECTURE: &str = "i386";
 
 /// Fetches the lists of packages.
@@ -61,7 +60,7 @@ impl Missing {
         *self == Self::default()
     }
 
-    /// The commands that put it right, for a shell of root's.
+    /// Returns the commands for root's shell that install what is missing.
     fn commands(&self) -> Vec<String> {
         let mut commands = Vec::new();
         if self.architecture {
@@ -80,7 +79,7 @@ impl Missing {
     }
 }
 
-/// Installs what is missing, or says it.
+/// Installs what is missing, or says what it is.
 pub(crate) fn check() -> Result<(), String> {
     if tool(Command::new("dpkg-query").arg("--version")).is_err() {
         return Err("the suite runs on Debian: there is no dpkg here".to_owned());
@@ -98,7 +97,7 @@ pub(crate) fn check() -> Result<(), String> {
         ));
     }
     install(&commands)?;
-    // What was installed may have taken the place of something: a QEMU of this release, of another one's qemu-utils.
+    // The packages may have replaced others: a QEMU of this release, the qemu-utils of another.
     install(&Missing::find().commands())?;
     let missing = Missing::find();
     if missing.is_nothing() {
@@ -112,8 +111,8 @@ fn install(commands: &[String]) -> Result<(), String> {
     for command in commands {
         eprintln!("ci: {command}");
         match tool(Command::new("sh").args(["-c", command])) {
-            // A mirror in the middle of its update spoils one list of many: what counts is whether the
-            // packages can be installed.
+            // A mirror in the middle of an update fails for one list of many. What counts is whether the packages can
+            // be installed.
             Err(error) if command == UPDATE => {
                 eprintln!("ci: going on with the lists there are: {error}");
             }
@@ -128,7 +127,7 @@ fn has_architecture() -> bool {
         .is_ok_and(|text| text.lines().any(|line| line == ARCHITECTURE))
 }
 
-/// Lists of packages for both architectures.
+/// Returns true if there are package lists for both architectures.
 fn has_lists(folder: &Path) -> bool {
     let names: Vec<String> = fs::read_dir(folder)
         .into_iter()

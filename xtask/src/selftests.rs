@@ -1,8 +1,8 @@
-//! `cargo xtask selftests [--all] [NAME…]`: the kernel's KVM selftests, from Debian's
-//! `linux-source-6.1`, through `anykvm exec`.
+//! `cargo xtask selftests [--all] [NAME…]`: the kernel's KVM selftests from Debian's `linux-source-6.1`, through
+//! `anykvm exec`.
 //!
-//! The list below says what becomes of each, and anything else is a failure; so is a test that
-//! the package has and the list has not. `--all` adds those that take long.
+//! The list below says how each test has to end; any other end is a failure, and so is a test that the package has and
+//! the list does not. `--all` adds tests that take long.
 
 use std::{
     fs,
@@ -14,16 +14,16 @@ use std::{
 use crate::tool::tool;
 use clap::{Args, builder::PossibleValuesParser};
 
-/// What becomes of a test.
+/// How a test has to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Expect {
     /// It passes.
     Pass,
-    /// It passes, but takes long: only with `--all`.
+    /// The test passes but takes long, so it needs `--all`.
     Slow,
-    /// It skips itself, as on hardware without what the reason names.
+    /// The test skips itself, as on hardware without what the reason names.
     Skip(&'static str),
-    /// It passes, or skips itself where the reason holds.
+    /// The test passes, or skips itself where the reason holds.
     PassOrSkip(&'static str),
 }
 use Expect::{Pass, PassOrSkip, Skip, Slow};
@@ -116,13 +116,14 @@ const TESTS: &[(&str, Expect)] = &[
     ("x86_64/xss_msr_test", Pass),
 ];
 
-/// The package and what its tests are made of.
+/// The package with the tests, and the packages that building them needs.
 const PACKAGE: &str = "linux-source-6.1";
 const NEEDED: &[&str] = &["gcc", "make", "libc6-dev", "linux-libc-dev", "xz-utils"];
 const KVM: &str = "tools/testing/selftests/kvm";
-/// A busy host is slow; nothing of this is a measurement.
+/// Time limit of a test, for a busy host.
 const LIMIT: Duration = Duration::from_secs(120);
-/// hardware_disable_test makes 512 processes with four vCPUs that compute, which is a second of processor time for each.
+/// Time limit of a slow test. hardware_disable_test makes 512 processes with four vCPUs that compute, each of which
+/// takes a second of processor time.
 const SLOW_LIMIT: Duration = Duration::from_secs(1500);
 /// Tests that may fail for a reason of their own, and how often they are tried.
 const REPEATED: &[(&str, u32, &str)] = &[(
@@ -130,10 +131,10 @@ const REPEATED: &[(&str, u32, &str)] = &[(
     3,
     "it looks at pages while the guest writes them, and takes a preempted vCPU for a lost page",
 )];
-/// Status of a test that skips itself (kselftest's KSFT_SKIP).
+/// Exit status of a test that skips itself (kselftest's KSFT_SKIP).
 const SKIPPED: i32 = 4;
 
-/// Which tests.
+/// Options of `selftests`.
 #[derive(Debug, Default, Args)]
 pub(crate) struct Options {
     /// The slow ones too.
@@ -144,7 +145,7 @@ pub(crate) struct Options {
     names: Vec<String>,
 }
 
-/// Runs the quick tests, all, or those that are named.
+/// Runs the quick tests, all tests, or those that are named.
 pub(crate) fn run(options: &Options) -> Result<(), String> {
     let (all, names) = (options.all, &options.names);
     let folder = build()?;
@@ -204,7 +205,7 @@ fn attempt(
     result
 }
 
-/// Exit status, if it ended in time, and what it printed.
+/// The exit status, if the test has ended in time, and its output.
 struct Ended {
     status: Option<i32>,
     output: String,
@@ -215,7 +216,7 @@ fn run_one(anykvm: &Path, test: &Path, limit: Duration) -> Result<Ended, String>
     let log = test.with_extension("log");
     let output = fs::File::create(&log).map_err(cannot)?;
     let errors = output.try_clone().map_err(cannot)?;
-    // timeout(1) ends the children of a test too, which are in its process group.
+    // timeout(1) also ends a test's children, which are in its process group.
     let status = Command::new("timeout")
         .args(["--kill-after=5", &limit.as_secs().to_string()])
         .arg(anykvm)
@@ -226,7 +227,7 @@ fn run_one(anykvm: &Path, test: &Path, limit: Duration) -> Result<Ended, String>
         .stderr(errors)
         .status()
         .map_err(cannot)?;
-    // timeout's own status when the time is over, or when it had to kill.
+    // These are the statuses of timeout when the time is over, or when it had to kill.
     let status = status.code().filter(|s| ![124, 137].contains(s));
     let output = fs::read(&log).map_err(cannot)?;
     Ok(Ended {
@@ -250,7 +251,7 @@ fn check(expect: Expect, ended: &Ended) -> Result<&'static str, String> {
     }
 }
 
-/// Unpacks and builds the tests once; the folder that the programs are in.
+/// Unpacks and builds the tests, if that has not been done. Returns the folder with the programs.
 fn build() -> Result<PathBuf, String> {
     let cache = crate::build::cache();
     let place = cache.join("selftests");
@@ -273,7 +274,7 @@ fn build() -> Result<PathBuf, String> {
     Ok(place)
 }
 
-/// The parts of the kernel's source that the tests need.
+/// Unpacks the parts of the kernel's source that the tests need.
 fn unpack(package: &Path, to: &Path) -> Result<PathBuf, String> {
     let folder = to.join(PACKAGE);
     if folder.join(KVM).exists() {
@@ -297,8 +298,8 @@ fn unpack(package: &Path, to: &Path) -> Result<PathBuf, String> {
 fn make(source: &Path, output: &Path) -> Result<(), String> {
     let mut output_argument = std::ffi::OsString::from("OUTPUT=");
     output_argument.push(output);
-    // The package's dirty_log_test has a macro of later kernels. Their headers' __DECLARE_FLEX_ARRAY
-    // comes too late for steal_time.
+    // The package's dirty_log_test uses a macro of later kernels. Their headers' __DECLARE_FLEX_ARRAY is defined too
+    // late for steal_time.
     let compiler = "CC=gcc -DTEST_ASSERT_EQ=ASSERT_EQ -include linux/stddef.h";
     tool(
         Command::new("make")
@@ -309,7 +310,7 @@ fn make(source: &Path, output: &Path) -> Result<(), String> {
     .map(drop)
 }
 
-/// The programs below the folder, as the list names them.
+/// Returns the programs below the folder, by the names that the list uses.
 fn programs(folder: &Path) -> Result<Vec<String>, String> {
     use std::os::unix::fs::PermissionsExt;
     let mut names = Vec::new();

@@ -1,7 +1,7 @@
 //! `cargo xtask stress [--times N] [MODE…]`: signals and KVM_RUN, a million times by default.
 //!
-//! The VMM in C of `crates/anykvm/tests/exec`, under `anykvm exec`: a signal, `immediate_exit` or both
-//! at any moment, while the guest computes, sleeps or leaves all the time. A lost wake-up ends it.
+//! The VMM in C of `crates/anykvm/tests/exec` runs under `anykvm exec`. A signal, `immediate_exit` or both come at any
+//! moment, while the guest computes, sleeps or leaves all the time. A wake-up that is lost ends the test.
 
 use std::{
     path::Path,
@@ -10,7 +10,7 @@ use std::{
 
 use clap::{Args, builder::PossibleValuesParser};
 
-/// Modes of the VMM, and what each kicks.
+/// Modes of the VMM, and what each of them interrupts.
 const MODES: &[(&str, &str)] = &[
     ("spin", "a signal while the guest computes"),
     ("port", "a signal while the guest leaves all the time"),
@@ -23,7 +23,7 @@ const MODES: &[(&str, &str)] = &[
     ),
 ];
 
-/// Which modes, and for how long.
+/// Options of `stress`.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Signals in each.

@@ -2,7 +2,7 @@
 
 use std::process::{Command, Stdio};
 
-/// Runs a program that is to succeed, without input; its standard output, or what it says is wrong.
+/// Runs a program without input, which has to succeed. Returns its standard output; the error is the program's own.
 pub(crate) fn tool(command: &mut Command) -> Result<String, String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command

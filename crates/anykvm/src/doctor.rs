@@ -1,4 +1,4 @@
-//! `anykvm doctor`: what this machine allows, what will be slow and why, and how a program would be run.
+//! `anykvm doctor`: reports what this machine allows, what will be slow and why, and how a program would be run.
 
 use std::{ffi::OsStr, fmt::Write, fs, path::Path};
 
@@ -9,18 +9,18 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::{cli::DoctorArgs, error::BootError, exec, limits, stdio::print};
 
-/// How good it is.
+/// How good a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Finding {
     Good,
-    /// It works, but not as fast or as much.
+    /// anykvm works, but not as fast, or not with everything.
     Poor,
-    /// anykvm does not work so.
+    /// anykvm does not work.
     Bad,
 }
 use Finding::{Bad, Good, Poor};
 
-/// One line: how good, about what, and why.
+/// A line of the report: how good, about what, and why.
 #[derive(Debug)]
 struct Line(Finding, &'static str, String);
 
@@ -46,13 +46,13 @@ fn report(lines: &[Line]) -> String {
             Poor => "slow",
             Bad => "FAIL",
         };
-        // Writing to a String does not fail.
+        // A write to a String does not fail.
         let _ = writeln!(text, "{mark}  {about:12} {why}");
     }
     text
 }
 
-/// The same for programs: an array of objects.
+/// Returns the report as JSON, for programs: an array of objects.
 fn json(lines: &[Line]) -> String {
     let objects: Vec<String> = lines
         .iter()
@@ -72,7 +72,7 @@ fn json(lines: &[Line]) -> String {
     format!("[\n{}\n]\n", objects.join(",\n"))
 }
 
-/// A JSON string (RFC 8259).
+/// Returns a JSON string (RFC 8259).
 fn quote(text: &str) -> String {
     let mut quoted = String::from('"');
     for c in text.chars() {
@@ -115,7 +115,7 @@ fn machine() -> Vec<Line> {
     ]
 }
 
-/// A guest that halts: everything that a VM needs of this machine is asked for.
+/// Runs a guest that halts, which needs everything of this machine that a VM needs.
 fn trial() -> Line {
     const ABOUT: &str = "trial";
     match run_guest() {
@@ -127,7 +127,7 @@ fn trial() -> Line {
 fn run_guest() -> Result<(), String> {
     use vm_memory::{Bytes, GuestAddress};
     let failed = |e: anykvm_ioctls::Error| e.to_string();
-    // Nobody unmaps it before the process ends.
+    // The memory stays mapped until the process ends.
     let memory = Box::leak(Box::new(
         crate::memory::allocate(1 << 20).map_err(|e| e.to_string())?,
     ));
@@ -256,7 +256,7 @@ fn mappings(max: &str) -> Line {
     }
 }
 
-/// Limits of this process (`ulimit`), each with what a guest or two should have.
+/// Reports the limits of this process (`ulimit`), each with what one or two guests need.
 fn resources(limits: &[(&str, &str, Option<u64>, u64)]) -> Line {
     let low: Vec<String> = limits
         .iter()
@@ -312,7 +312,7 @@ fn device() -> Line {
     Line(Good, "hardware", why.to_owned())
 }
 
-/// What programs find that ask the processor itself.
+/// Reports what programs find that execute CPUID themselves.
 fn extension(lacking: Option<Vendor>) -> Line {
     let why = match lacking {
         None => "the processor shows its virtualization to programs that ask it".to_owned(),
@@ -327,7 +327,7 @@ fn extension(lacking: Option<Vendor>) -> Line {
     Line(Good, "extension", why)
 }
 
-/// How many of a program's questions to the processor are answered, where that matters.
+/// Says how many of a program's CPUID instructions are answered, where that matters.
 fn asking(file: &Path) -> Option<String> {
     let asking = cpuid::lacking().and_then(|_| cpuid::examine(file))?;
     Some(format!(
@@ -336,14 +336,14 @@ fn asking(file: &Path) -> Option<String> {
     ))
 }
 
-/// What the processor's XCR0 has and a guest's cannot.
+/// Returns the state components that the processor's XCR0 has and a guest's cannot have.
 fn host_state() -> u64 {
     /// x87, SSE, AVX and protection keys.
     const GUESTS: u64 = 0x207;
     cpuid::xcr0() & !GUESTS
 }
 
-/// What becomes of a program that takes XCR0 from the processor, if that has more state than guests have.
+/// Says what happens to a program that takes XCR0 from the processor, if that has more state than guests have.
 fn extended_state(file: &Path, lacking: u64) -> Option<String> {
     (lacking != 0 && cpuid::reads_state(file)).then(|| {
         format!(
@@ -354,7 +354,7 @@ fn extended_state(file: &Path, lacking: u64) -> Option<String> {
     })
 }
 
-/// How `anykvm exec` would run it.
+/// Says how `anykvm exec` would run a program.
 fn program(name: &OsStr) -> Line {
     let verdict = exec::find(name).and_then(|file| exec::check(&file).map(|way| (file, way)));
     match verdict {

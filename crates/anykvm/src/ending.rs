@@ -1,45 +1,45 @@
-//! Why the machine stopped, and the exit status that follows from it.
+//! Why the machine has stopped, and the exit status that follows from it.
 
 use rustix::io::Errno as Closed;
 
 use crate::error::BootError;
 
-/// Exit status for wrong usage and for everything that fails before the guest runs.
+/// Exit status for wrong usage, and for all failures before the guest runs.
 pub(crate) const STATUS_SETUP: u8 = 2;
 /// Exit status when the guest crashed or did not report its command's status.
 pub(crate) const STATUS_GUEST: u8 = 125;
 
-/// The first of these that happens ends the run.
+/// Why the machine has stopped. The first reason ends the run.
 #[derive(Debug)]
 pub(crate) enum Ending {
-    /// The guest's init reported a status on the control port.
+    /// The guest's init has reported a status on the control port.
     Reported(u8),
-    /// ACPI S5.
+    /// The guest has entered ACPI's S5.
     PowerOff,
-    /// Reset port, keyboard controller, 0xcf9.
+    /// The guest has reset the machine, by port 0xcf9 or the keyboard controller.
     Reset,
-    /// A vCPU's SHUTDOWN state.
+    /// A vCPU is in the SHUTDOWN state.
     TripleFault {
-        /// Which one.
+        /// The vCPU's number.
         vcpu: u8,
     },
-    /// Ctrl-A X.
+    /// The user has typed Ctrl-A X.
     Quit,
-    /// A signal to this process.
+    /// A signal has asked this process to end.
     Signal(i32),
-    /// The guest's CPUs have halted for good.
+    /// The guest's CPUs have halted with interrupts off.
     Halted,
-    /// It goes on elsewhere.
+    /// The guest goes on in another process or in a file.
     Left(String),
     /// Standard output cannot be written to any more.
     OutputClosed(Closed),
-    /// The hypervisor or the host failed.
+    /// The hypervisor or the host has failed.
     Failed(BootError),
 }
 
 impl Ending {
-    /// The exit status, and the line to print, given whether a command's status was awaited.
-    /// `panic`: what its kernel has said about a panic.
+    /// Returns the exit status and the line to print. They depend on whether a command's status was awaited. `panic`:
+    /// what the guest's kernel has said about a panic.
     pub(crate) fn verdict(
         &self,
         awaits_status: bool,
@@ -56,7 +56,7 @@ impl Ending {
         match self {
             Self::Reported(status) => (*status, None),
             Self::PowerOff => unreported("powered off"),
-            // A kernel that panics resets the machine (panic=-1) or triple-faults.
+            // A kernel that panics resets the machine (panic=-1) or causes a triple fault.
             Self::Reset | Self::Halted | Self::TripleFault { .. } if panic.is_some() => (
                 STATUS_GUEST,
                 panic.map(|reason| format!("the guest's kernel panicked: {reason}")),
@@ -71,7 +71,7 @@ impl Ending {
             Self::Left(place) => (0, Some(format!("the guest has gone to {place}"))),
             Self::Signal(signal) => (signal_status(*signal), None),
             Self::OutputClosed(Closed::PIPE) => (signal_status(signal_hook::consts::SIGPIPE), None),
-            // A terminal that was hung up, when this comes before its signal.
+            // The terminal was hung up, and this comes before its signal.
             Self::OutputClosed(Closed::IO) => (signal_status(signal_hook::consts::SIGHUP), None),
             Self::OutputClosed(errno) => {
                 let error = std::io::Error::from(*errno);
@@ -85,7 +85,7 @@ impl Ending {
     }
 }
 
-/// The shell's convention.
+/// Returns the exit status by which shells report a signal.
 fn signal_status(signal: i32) -> u8 {
     u8::try_from(signal.saturating_add(128)).unwrap_or(u8::MAX)
 }

@@ -1,14 +1,14 @@
-//! Where a guest goes to or comes from: `unix:PATH`, `tcp:HOST:PORT`, `file:PATH`.
+//! Where a guest goes or comes from: `unix:PATH`, `tcp:HOST:PORT`, `file:PATH`.
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// As the user writes it.
+/// A place as the user writes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     /// A socket.
     Unix(PathBuf),
-    /// The same over a network, which others can read and write.
+    /// A connection over a network, which others can read and write.
     Tcp(String),
     /// A saved machine.
     File(PathBuf),

@@ -1,4 +1,4 @@
-//! What can go wrong before the guest runs, and while it does; each is one line for the user.
+//! Failures before the guest runs, and while it does. Each is one line for the user.
 
 use std::path::PathBuf;
 
@@ -10,15 +10,15 @@ pub(crate) enum BootError {
     Unreadable {
         /// What the file was for: "kernel", "initrd", "disk" …
         what: &'static str,
-        /// As given.
+        /// The file's path, as the user wrote it.
         path: PathBuf,
         /// The system's reason.
         source: std::io::Error,
     },
-    /// A kernel image that is not one, or not whole.
+    /// A file that is not a kernel image, or not a whole one.
     #[error("{}: {reason}", path.display())]
     BadKernel {
-        /// As given.
+        /// The file's path, as the user wrote it.
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
@@ -26,17 +26,17 @@ pub(crate) enum BootError {
     /// A file that cannot be a disk.
     #[error("disk {}: {reason}", path.display())]
     BadDisk {
-        /// As given.
+        /// The file's path, as the user wrote it.
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
     },
-    /// What the guest wrote is not all in the file.
+    /// The file does not have all that the guest wrote.
     #[error("disk '{serial}': what was written is not all in the image")]
     DiskLost {
-        /// As the guest knows it.
+        /// The disk's serial number, by which the guest knows it.
         serial: String,
-        /// Why.
+        /// The system's reason.
         source: std::io::Error,
     },
     /// An option whose value cannot be used.
@@ -49,12 +49,12 @@ pub(crate) enum BootError {
     MemoryTooSmall {
         /// `--mem`, in MiB.
         have_mib: u64,
-        /// Lower bound that would do, in MiB.
+        /// A size that would be enough, in MiB.
         need_mib: u64,
         /// What does not fit.
         what: &'static str,
     },
-    /// The host would not give the memory.
+    /// The host has refused the memory.
     #[error("cannot allocate {mib} MiB of guest memory: {reason}")]
     Allocate {
         /// `--mem`, in MiB.
@@ -62,7 +62,7 @@ pub(crate) enum BootError {
         /// The system's reason.
         reason: String,
     },
-    /// Access to guest memory outside of RAM while preparing it.
+    /// The RAM does not reach to where something is to be written before the guest starts.
     #[error("cannot write {what} into guest memory: {reason}")]
     GuestMemory {
         /// What was being written.
@@ -78,20 +78,20 @@ pub(crate) enum BootError {
         /// Its errno.
         errno: anykvm_ioctls::Error,
     },
-    /// No kernel, and none can be fetched.
+    /// There is no kernel, and none can be fetched.
     #[error("{0}")]
     NoImage(String),
-    /// A vCPU stopped in a way that no guest may cause.
+    /// A vCPU has stopped in a way that no guest may cause.
     #[error("vCPU {id} stopped: {reason} (rip {rip:#x})")]
     VcpuStopped {
-        /// Which one.
+        /// The vCPU's number.
         id: u8,
         /// The exit reason.
         reason: String,
-        /// Where the guest was.
+        /// The guest's RIP.
         rip: u64,
     },
-    /// Threads, eventfds, terminals.
+    /// A call of the host has failed, for a thread, an eventfd or a terminal.
     #[error("{what}: {source}")]
     Host {
         /// What was attempted.
@@ -102,17 +102,17 @@ pub(crate) enum BootError {
 }
 
 impl BootError {
-    /// For `map_err` on KVM calls.
+    /// Makes an error of a KVM call, for `map_err`.
     pub(crate) fn kvm(call: &'static str) -> impl FnOnce(anykvm_ioctls::Error) -> Self {
         move |errno| Self::Kvm { call, errno }
     }
 
-    /// For `map_err` on host calls.
+    /// Makes an error of a host call, for `map_err`.
     pub(crate) fn host(what: &'static str) -> impl FnOnce(std::io::Error) -> Self {
         move |source| Self::Host { what, source }
     }
 
-    /// For `map_err` on writes to guest memory.
+    /// Makes an error of a write to guest memory, for `map_err`.
     pub(crate) fn guest(what: &'static str) -> impl FnOnce(vm_memory::GuestMemoryError) -> Self {
         move |e| Self::GuestMemory {
             what,

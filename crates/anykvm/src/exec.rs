@@ -1,8 +1,8 @@
 //! `anykvm exec`: starts a VMM in which `/dev/kvm` is anykvm.
 //!
-//! A dynamically linked program gets this very file as a preloaded library. Others are launched: loaded
-//! into this process, which watches their system calls. What cannot work is refused before it starts,
-//! since a program without the library would use a real `/dev/kvm`.
+//! A dynamically linked program gets this very file as a preloaded library. Others are launched: they are loaded into
+//! this process, which watches their system calls. A program that cannot be run with anykvm is refused before it
+//! starts, because it would use a real `/dev/kvm`.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -20,7 +20,7 @@ use crate::{cli::ExecArgs, error::BootError, stdio::say};
 
 const PRELOAD: &str = "LD_PRELOAD";
 
-/// Replaces this process by the VMM; returns only if that is not possible.
+/// Replaces this process by the VMM. Returns only if that is impossible.
 pub(crate) fn exec(args: &ExecArgs) -> Result<(u8, Option<String>), BootError> {
     let vmm = Vmm::prepare(&args.command, args.launch).map_err(BootError::Usage)?;
     if !args.quiet {
@@ -45,28 +45,28 @@ pub(crate) struct Vmm {
     name: OsString,
     arguments: Vec<OsString>,
     way: Way,
-    /// Those of its file, which it would have got if somebody else had started it.
+    /// True if the program's file gives it capabilities, which it loses here.
     loses_capabilities: bool,
 }
 
-/// How a program gets anykvm.
+/// How a program is connected to anykvm.
 #[derive(Debug, PartialEq, Eq)]
 enum Way {
-    /// By this LD_PRELOAD.
+    /// With this LD_PRELOAD.
     Preload(OsString),
-    /// By [`launch`], and perhaps all that it starts as well.
+    /// By [`launch`]. `all`: all programs that it starts are launched as well.
     Launch { all: bool },
 }
 
 impl Vmm {
-    /// Looks at a program; `always`: it is to be launched even if it need not be, with what it starts.
+    /// Looks at a program. `always`: the program, and what it starts, is launched even if that is not needed.
     pub(crate) fn prepare(command: &[OsString], always: bool) -> Result<Self, String> {
         let (name, arguments) = command.split_first().ok_or("no program was named")?;
         let mut program = find(name)?;
         let (mut name, mut arguments) = (name.clone(), arguments.to_vec());
         let started = check(&program)?;
         let way = if started.needs_launcher || always {
-            // Nobody but the kernel knows what a script is.
+            // Only the kernel knows what a script is, so the launcher gets the interpreter.
             for (interpreter, argument) in started.interpreters {
                 arguments.insert(0, program.into());
                 arguments.splice(0..0, argument);
@@ -86,7 +86,7 @@ impl Vmm {
         })
     }
 
-    /// Replaces this process by it, with this variable in its environment; why that is not possible.
+    /// Replaces this process by the VMM, with this variable in its environment. Returns why that is impossible.
     pub(crate) fn start(&self, variable: Option<(&str, OsString)>) -> String {
         let error = match &self.way {
             Way::Preload(list) => Command::new(&self.program)
@@ -103,12 +103,12 @@ impl Vmm {
     }
 }
 
-/// The program as a shell would find it.
+/// Returns the program that a shell would find.
 pub(crate) fn find(name: &OsStr) -> Result<PathBuf, String> {
     program::find(name).ok_or_else(|| format!("{}: no such program in PATH", name.display()))
 }
 
-/// LD_PRELOAD with this file first, so that another library's `ioctl` comes after ours.
+/// Returns LD_PRELOAD with this file first, so that another library's `ioctl` comes after ours.
 fn preload(others: Option<OsString>) -> Result<OsString, String> {
     let own = std::env::current_exe().map_err(|e| format!("cannot find my own file: {e}"))?;
     if own
@@ -130,18 +130,19 @@ fn preload(others: Option<OsString>) -> Result<OsString, String> {
     Ok(list)
 }
 
-/// What starts when a file is executed.
+/// The program that starts when a file is executed.
 #[derive(Debug, Default)]
 pub(crate) struct Started {
-    /// The preloaded library does not reach it.
+    /// True if the preloaded library does not reach the program.
     pub(crate) needs_launcher: bool,
-    /// Because its file gives it capabilities.
+    /// True if that is because the program's file gives it capabilities.
     pub(crate) has_capabilities: bool,
-    /// Of a script, and the argument that each gets before the script's path: the file's own, then that one's, and so on.
+    /// The interpreters of a script, each with the argument that it gets before the script's path: the file's own
+    /// first, then that interpreter's own, and so on.
     pub(crate) interpreters: Vec<(PathBuf, Option<OsString>)>,
 }
 
-/// Looks at what would start; refuses what would start without anykvm.
+/// Looks at the program that would start. Refuses a program that would start without anykvm.
 pub(crate) fn check(program: &Path) -> Result<Started, String> {
     let mut started = Started::default();
     let mut file = program.to_path_buf();

@@ -1,60 +1,60 @@
-//! A machine's state as bytes: fields one after the other, little-endian, lists with their length before them.
+//! A machine's state as bytes: fields in order, little-endian, lists with their length in front.
 //!
-//! What is read may be anybody's: a field that is not there or cannot be is an error, never a panic.
+//! The bytes may come from anybody. A field that is missing or impossible is an error, never a panic.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// What has been written.
+/// Writes fields.
 #[derive(Debug, Default)]
 pub(crate) struct Writer(Vec<u8>);
 
 impl Writer {
-    /// A number, or a structure of KVM's, as it is in memory.
+    /// Writes a number, or a structure of KVM's, as it is in memory.
     pub(crate) fn put<T: IntoBytes + Immutable>(&mut self, value: &T) {
         self.0.extend(value.as_bytes());
     }
 
-    /// Yes or no.
+    /// Writes a truth value.
     pub(crate) fn flag(&mut self, flag: bool) {
         self.put(&u8::from(flag));
     }
 
-    /// How many come.
+    /// Writes the number of elements that follow.
     pub(crate) fn count(&mut self, count: usize) {
         self.put(&u32::try_from(count).unwrap_or(u32::MAX));
     }
 
-    /// Bytes, and how many they are.
+    /// Writes bytes, with their number in front.
     pub(crate) fn bytes(&mut self, bytes: &[u8]) {
         self.count(bytes.len());
         self.0.extend(bytes);
     }
 
-    /// A list of numbers or structures.
+    /// Writes a list of numbers or structures.
     pub(crate) fn list<T: IntoBytes + Immutable>(&mut self, list: &[T]) {
         self.count(list.len());
         list.iter().for_each(|value| self.put(value));
     }
 
-    /// All of it.
+    /// Returns all bytes.
     pub(crate) fn into_bytes(self) -> Vec<u8> {
         self.0
     }
 }
 
-/// A state that cannot be.
+/// The error of a state that is impossible.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Malformed(pub(crate) String);
 
 impl Malformed {
-    /// For `ok_or_else`.
+    /// Makes an error, for `ok_or_else`.
     pub(crate) fn new(what: impl Into<String>) -> Self {
         Self(what.into())
     }
 }
 
-/// What is still to be read.
+/// Reads fields.
 #[derive(Debug)]
 pub(crate) struct Reader<'a> {
     rest: &'a [u8],
@@ -69,7 +69,7 @@ impl<'a> Reader<'a> {
         Self { rest: bytes, what }
     }
 
-    /// Another part begins.
+    /// Begins another part of the state, which errors name.
     pub(crate) fn part(&mut self, what: &'static str) -> &mut Self {
         self.what = what;
         self
@@ -82,18 +82,18 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    /// What does not make sense.
+    /// Makes an error of a field that makes no sense.
     pub(crate) fn wrong(&self, why: &str) -> Malformed {
         Malformed(format!("the state of {}: {why}", self.what))
     }
 
-    /// A number or a structure.
+    /// Reads a number or a structure.
     pub(crate) fn get<T: FromBytes>(&mut self) -> Result<T> {
         let bytes = self.take(size_of::<T>())?;
         T::read_from_bytes(bytes).map_err(|_| self.wrong("a field of another size"))
     }
 
-    /// Yes or no.
+    /// Reads a truth value.
     pub(crate) fn flag(&mut self) -> Result<bool> {
         match self.get::<u8>()? {
             0 => Ok(false),
@@ -102,7 +102,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// How many come: at most `max`.
+    /// Reads a number of elements, which is at most `max`.
     pub(crate) fn count(&mut self, max: usize) -> Result<usize> {
         let count = usize::try_from(self.get::<u32>()?).unwrap_or(usize::MAX);
         if count > max {
@@ -111,7 +111,7 @@ impl<'a> Reader<'a> {
         Ok(count)
     }
 
-    /// Exactly so many come.
+    /// Reads a number of elements, which has to be `count`.
     pub(crate) fn expect(&mut self, count: usize) -> Result<()> {
         match self.count(usize::MAX)? {
             got if got == count => Ok(()),
@@ -119,19 +119,19 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Bytes.
+    /// Reads bytes.
     pub(crate) fn bytes(&mut self) -> Result<&'a [u8]> {
         let len = self.count(self.rest.len())?;
         self.take(len)
     }
 
-    /// A list.
+    /// Reads a list.
     pub(crate) fn list<T: FromBytes>(&mut self, max: usize) -> Result<Vec<T>> {
         let count = self.count(max)?;
         (0..count).map(|_| self.get()).collect()
     }
 
-    /// Nothing more may come.
+    /// Checks that nothing is left.
     pub(crate) fn end(&self) -> Result<()> {
         if self.rest.is_empty() {
             Ok(())

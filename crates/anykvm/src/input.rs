@@ -1,4 +1,4 @@
-//! Standard input on its way to the guest: the escape key, and bytes unchanged to a command.
+//! Standard input on its way to the guest. Handles the escape key, and passes bytes to a command unchanged.
 
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -12,64 +12,64 @@ use crate::lock::lock;
 use crate::terminal;
 use crate::virtio::PortInput;
 
-/// Ctrl-A, as in QEMU.
+/// Ctrl-A, the escape key, as in QEMU.
 const ESCAPE: u8 = 0x01;
-/// The tty characters that init sets on a serial input of a command: end-of-file, literal-next.
+/// Characters that init sets on a serial port for a command's input: end-of-file, literal-next.
 const EOF: u8 = 0x04;
 const LITERAL_NEXT: u8 = 0x16;
-/// Bytes that are read at once.
+/// Number of bytes that are read at once.
 const CHUNK: usize = 1 << 16;
-/// A tty in canonical mode keeps at most 4095 bytes of a line.
+/// Bytes that are sent to a tty at once. In canonical mode it keeps at most 4095 bytes of a line.
 const TTY_CHUNK: usize = 1024;
-/// Bytes that may wait for the guest.
+/// Maximum number of bytes that wait for the guest at a serial port.
 const BACKLOG_MAX: usize = 1 << 16;
-/// The same on a port.
+/// Maximum number of bytes that wait for the guest at a port of the virtio console.
 const PORT_BACKLOG_MAX: usize = 1 << 20;
-/// How often a terminal that another program uses is looked at.
+/// How often a terminal is looked at that another program uses.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What standard input is.
+/// The kind of our standard input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Source {
-    /// Ctrl-A is the escape key.
+    /// True if Ctrl-A is the escape key.
     pub(crate) is_terminal: bool,
-    /// The terminal is raw, and its keys are the guest's from the start; else it stays as it is,
-    /// and a pager behind us may take it.
+    /// True if the terminal is raw and its keys are the guest's from the start. Otherwise it stays as it is, and a
+    /// pager behind us may take it.
     pub(crate) is_raw: bool,
 }
 
 #[derive(Default)]
 struct State {
     connection: Option<Connection>,
-    /// What was typed before the guest could read.
+    /// Bytes that were typed before the guest could read.
     early: Vec<u8>,
 }
 
-/// The guest's ends. Nothing is sent before its init reads: a UART that is being probed drops bytes.
+/// The guest's inputs. Nothing is sent before its init reads, because a UART that is being probed drops bytes.
 #[derive(Default)]
 pub(crate) struct Destination {
     state: Mutex<State>,
     opened: Condvar,
-    /// COM1 is the console, COM3 a command's standard input.
+    /// The devices. COM1 is the console, COM3 a command's standard input.
     pub(crate) devices: OnceLock<Arc<Devices>>,
     /// The virtio console.
     pub(crate) hvc: Arc<PortInput>,
-    /// A command's standard input on a port.
+    /// The port of the virtio console that is a command's standard input.
     pub(crate) port: Arc<PortInput>,
 }
 
 impl Destination {
-    /// The guest reads.
+    /// Notes that the guest reads, and passes on what was typed before.
     pub(crate) fn open(&self, connection: Connection) {
         let mut state = lock(&self.state);
         state.connection = Some(connection);
         let early = std::mem::take(&mut state.early);
-        // This is a vCPU's thread: it must not wait for its guest.
+        // A vCPU's thread calls this, which must not wait for its guest.
         self.pass(connection, &early);
         self.opened.notify_all();
     }
 
-    /// Where bytes go, and those that the guest has not taken yet.
+    /// Saves where bytes go, and those that the guest has not taken yet.
     pub(crate) fn save(&self, w: &mut Writer) {
         let state = lock(&self.state);
         w.put(&state.connection.map_or(0, Connection::number));
@@ -78,7 +78,7 @@ impl Destination {
         self.port.save(w);
     }
 
-    /// What was saved. Bytes that go to a serial port are among the devices' state.
+    /// Restores what was saved. Bytes that go to a serial port are part of the devices' state.
     pub(crate) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
         let mut state = lock(&self.state);
         let number: u8 = r.part("the input").get()?;
@@ -93,7 +93,7 @@ impl Destination {
         Ok(())
     }
 
-    /// Nothing more can come: the guest has been told so before it came here.
+    /// Returns true if the input has ended, and the guest was told so before it came here.
     pub(crate) fn has_ended(&self) -> bool {
         self.port.has_ended()
     }
@@ -120,7 +120,7 @@ impl Destination {
                 self.wait_for_room(connection);
             }
             None if state.early.len() < BACKLOG_MAX => state.early.extend(bytes),
-            // Nobody types so much at a guest that does not come up.
+            // Nobody types so much at a guest that does not start.
             None => {}
         }
     }
@@ -144,7 +144,7 @@ impl Destination {
         }
     }
 
-    /// Waits while too many bytes are not taken.
+    /// Waits while too many bytes have not been taken.
     fn wait_for_room(&self, connection: Connection) {
         let index = match connection {
             Connection::Port => return self.port.wait_for_room(PORT_BACKLOG_MAX),
@@ -162,12 +162,12 @@ impl Destination {
         }
     }
 
-    /// Nothing more comes.
+    /// Tells the guest that nothing more comes.
     fn end(&self) {
         match self.wait() {
             Connection::Port => self.port.end(),
             Connection::SerialInput => self.serial(2, &[EOF]),
-            // What reads a terminal takes this for the end, if it is in the mode for it.
+            // A program that reads a terminal takes this character for the end, if the terminal is in the mode for it.
             connection => self.pass(connection, &[EOF]),
         }
     }
@@ -175,7 +175,7 @@ impl Destination {
 
 /// Reads standard input to its end.
 pub(crate) fn forward(source: Source, destination: &Destination, endings: &Sender<Ending>) {
-    // Ctrl-A X on a raw terminal must work before the guest reads anything.
+    // Ctrl-A X on a raw terminal has to work before the guest reads anything.
     if !source.is_raw {
         destination.wait();
     }
@@ -189,7 +189,7 @@ pub(crate) fn forward(source: Source, destination: &Destination, endings: &Sende
             Ok(n) => buffer.get(..n).unwrap_or_default(),
             Err(rustix::io::Errno::INTR) => continue,
             Err(rustix::io::Errno::AGAIN) => {
-                // Somebody made our terminal non-blocking.
+                // Another program has made our terminal non-blocking.
                 thread::sleep(LOOK);
                 continue;
             }
@@ -201,7 +201,7 @@ pub(crate) fn forward(source: Source, destination: &Destination, endings: &Sende
         if source.is_terminal {
             let (bytes, quits) = escape.filter(read);
             if quits {
-                // The receiver is gone only when the machine has ended already.
+                // The receiver is gone only if the machine has ended already.
                 let _ = endings.send(Ending::Quit);
                 return;
             }
@@ -210,15 +210,14 @@ pub(crate) fn forward(source: Source, destination: &Destination, endings: &Sende
             destination.feed(read);
         }
     }
-    // A raw terminal that reports its end was closed; SIGHUP says the rest.
+    // A raw terminal that reports its end was closed. SIGHUP does the rest.
     if !source.is_raw {
         destination.end();
     }
 }
 
-/// Makes a canonical-mode tty deliver exactly `bytes`: specials are quoted with literal-next, and
-/// an unfinished line is handed over with an end-of-file character (which, after at least one
-/// byte, only ends the read).
+/// Makes a tty in canonical mode deliver exactly `bytes`. Special characters are quoted with literal-next. An
+/// unfinished line is followed by an end-of-file character, which after at least one byte only ends the read.
 fn quote(bytes: &[u8]) -> Vec<u8> {
     let mut quoted = Vec::with_capacity(bytes.len() + 8);
     for byte in bytes {
@@ -233,14 +232,14 @@ fn quote(bytes: &[u8]) -> Vec<u8> {
     quoted
 }
 
-/// Ctrl-A X quits, Ctrl-A Ctrl-A is one Ctrl-A, Ctrl-A and anything else is nothing.
+/// Finds the escape key: Ctrl-A X quits, Ctrl-A Ctrl-A is one Ctrl-A, and Ctrl-A with another key is nothing.
 #[derive(Debug, Default)]
 struct Escape {
     is_pending: bool,
 }
 
 impl Escape {
-    /// What remains for the guest, and whether the user asked to quit.
+    /// Returns the bytes that are left for the guest, and whether the user wants to quit.
     fn filter(&mut self, bytes: &[u8]) -> (Vec<u8>, bool) {
         let mut rest = Vec::with_capacity(bytes.len());
         for byte in bytes {

@@ -1,10 +1,9 @@
-//! `anykvm`: the command line, the small VMM behind `anykvm boot`, `anykvm exec`,
-//! `trace`, `doctor` and `bench`.
+//! `anykvm`: the command line, the small VMM behind `anykvm boot`, and `anykvm exec`, `trace`, `doctor` and `bench`.
 //!
 //! The VMM uses the hypervisor only through `anykvm-ioctls`, as any other VMM would.
 
 #![forbid(unsafe_code)]
-// They panic when nobody reads: `stdio` does not.
+// These macros panic when nobody reads the output; `stdio` does not.
 #![deny(clippy::print_stderr, clippy::print_stdout)]
 
 mod acpi;
@@ -39,18 +38,18 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-// Its C functions are part of the program.
+// The C functions of this crate are part of the program.
 use anykvm_preload as _;
 
 use crate::cli::{Cli, Command};
 
-/// The program: reads the command line and does what it says.
+/// Runs the program: reads the command line and does what it says.
 ///
-/// `main` is not here: code of a program uses thread-local storage in a way that a shared library
-/// cannot, and the `anykvm` program is both (`build.rs`).
+/// `main` is not in this crate: a program's code uses thread-local storage in a way that a shared library cannot, and
+/// the `anykvm` program is both (`build.rs`).
 pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        // Returning from `main` ends the vCPU threads with the process.
+        // When `main` returns, the vCPU threads end with the process.
         Command::Boot(args) => machine::boot(&args),
         Command::Migrate(args) => migrate::migrate(&args),
         Command::Bench(args) => bench::run(&args),

@@ -1,4 +1,4 @@
-//! What this process may use: the machine's memory, its control groups and its resource limits.
+//! What this process may use: the limits of the machine's memory, of control groups and of resources.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,16 +8,15 @@ use rustix::process::{Resource, getrlimit};
 use crate::error::BootError;
 use crate::stdio::say;
 
-/// Address space that a guest takes beside its memory: translated code, tables, threads.
+/// Address space that a guest takes besides its memory: translated code, tables, threads.
 const OVERHEAD: u64 = 512 << 20;
-/// The same for each vCPU.
+/// Address space that each vCPU takes.
 const VCPU_OVERHEAD: u64 = 96 << 20;
 
 /// Where control groups are mounted.
 const GROUPS: &str = "/sys/fs/cgroup";
 
-/// Refuses a guest for which this process cannot have the address space, which it would find out in
-/// the middle.
+/// Refuses a guest for which this process cannot have the address space. It would fail later otherwise.
 pub(crate) fn check(mem: u64, cpus: u32) -> Result<(), BootError> {
     let need = mem
         .saturating_add(OVERHEAD)
@@ -38,7 +37,7 @@ pub(crate) fn check(mem: u64, cpus: u32) -> Result<(), BootError> {
     Ok(())
 }
 
-/// Warns of a guest that is larger than what there is.
+/// Warns of a guest that is larger than the memory that there is.
 pub(crate) fn warn(mem: u64) {
     let mut least = machine_memory().map(|bytes| (bytes, "this machine has"));
     if let Some(bytes) = group_memory()
@@ -58,7 +57,7 @@ pub(crate) fn warn(mem: u64) {
     }
 }
 
-/// All of the machine's memory, with swap.
+/// Returns the size of the machine's memory, with swap.
 fn machine_memory() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let kib = |name: &str| {
@@ -68,7 +67,7 @@ fn machine_memory() -> Option<u64> {
     Some((kib("MemTotal:")? + kib("SwapTotal:").unwrap_or(0)) << 10)
 }
 
-/// The least that a control group of ours, or one above it, may use.
+/// Returns the smallest memory limit of our control group and those above it.
 pub(crate) fn group_memory() -> Option<u64> {
     let places = group_folders("memory");
     let values = places.iter().flat_map(|folder| {
@@ -77,12 +76,12 @@ pub(crate) fn group_memory() -> Option<u64> {
     values
         .flatten()
         .filter_map(|text| text.trim().parse::<u64>().ok())
-        // Version 1 writes a very large number for none.
+        // Version 1 writes a very large number if there is no limit.
         .filter(|bytes| *bytes < 1 << 60)
         .min()
 }
 
-/// The fewest processors that the quotas of our control groups allow.
+/// Returns the smallest number of processors that the quotas of our control groups allow.
 pub(crate) fn group_processors() -> Option<f64> {
     let read = |path: PathBuf| fs::read_to_string(path).unwrap_or_default();
     let of = |folder: &PathBuf| {
@@ -98,7 +97,7 @@ pub(crate) fn group_processors() -> Option<f64> {
     quotas.into_iter().min_by(f64::total_cmp)
 }
 
-/// `max 100000`, `50000 100000`, `-1 100000`.
+/// Reads a quota: `max 100000`, `50000 100000`, `-1 100000`.
 fn quota(text: &str) -> Option<f64> {
     let mut words = text.split_whitespace().map(str::parse::<f64>);
     match (words.next(), words.next()) {
@@ -107,7 +106,7 @@ fn quota(text: &str) -> Option<f64> {
     }
 }
 
-/// The folders of our control group for `controller` and of those above it, in version 2 and 1.
+/// Returns the folders of our control group for `controller` and of those above it, in versions 2 and 1.
 fn group_folders(controller: &str) -> Vec<PathBuf> {
     let text = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     folders(&text, controller, Path::new(GROUPS))
@@ -132,7 +131,7 @@ fn folders(groups: &str, controller: &str, root: &Path) -> Vec<PathBuf> {
             .ancestors()
             .take_while(|folder| folder.starts_with(&top));
         folders.extend(above.map(Path::to_path_buf));
-        // In a container the path may be that of the host, which is not there.
+        // In a container, the path may be the host's, which does not exist here.
         folders.push(top);
     }
     folders

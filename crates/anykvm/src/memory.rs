@@ -1,4 +1,4 @@
-//! Guest RAM: anonymous private mappings of this process, given to the hypervisor as memslots.
+//! Guest RAM: anonymous private mappings of this process, which the hypervisor gets as memslots.
 
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap};
@@ -6,10 +6,11 @@ use vm_memory::{GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap};
 use crate::error::BootError;
 use crate::layout::{HOLE_END, HOLE_START};
 
-/// What the VMM and its devices share. The bitmap has what they write, which KVM's dirty log does not know of.
+/// Guest memory as the VMM and its devices share it. The bitmap has the pages that they write, which KVM's dirty log
+/// does not have.
 pub(crate) type GuestMemory = GuestMemoryMmap<AtomicBitmap>;
 
-/// The RAM ranges of a guest with `size` bytes: below the hole, and what is left from 4 GiB on.
+/// Returns the RAM ranges of a guest with `size` bytes: below the hole, and the rest from 4 GiB on.
 pub(crate) fn ram_ranges(size: u64) -> Vec<(u64, u64)> {
     let low = size.min(HOLE_START);
     let mut ranges = vec![(0, low)];
@@ -19,7 +20,7 @@ pub(crate) fn ram_ranges(size: u64) -> Vec<(u64, u64)> {
     ranges
 }
 
-/// Maps `size` bytes of guest RAM. Pages cost nothing until the guest touches them.
+/// Maps `size` bytes of guest RAM. Pages take no memory until the guest touches them.
 pub(crate) fn allocate(size: u64) -> Result<GuestMemory, BootError> {
     let mib = size >> 20;
     let mut ranges = Vec::new();
@@ -34,10 +35,10 @@ pub(crate) fn allocate(size: u64) -> Result<GuestMemory, BootError> {
         mib,
         reason: e.to_string(),
     };
-    // A bitmap for more than there are addresses ends the process: first without.
+    // A bitmap that is larger than the address space would end the process, so the ranges are tried without one first.
     GuestMemoryMmap::<()>::from_ranges(&ranges).map_err(|e| refused(&e))?;
     let memory = GuestMemory::from_ranges(&ranges).map_err(|e| refused(&e))?;
-    // Random accesses to more than a few MiB miss the host's TLB otherwise, whatever ours does.
+    // Otherwise random accesses to more than a few MiB miss the host's TLB, whatever our software TLB does.
     for region in memory.iter() {
         host::mapping::advise_huge(region.as_ptr().addr(), region.size());
     }

@@ -1,7 +1,7 @@
-//! The time before the guest starts: what a signal must then clean up.
+//! What a signal has to clean up before the guest starts.
 //!
-//! Programs that we have started are killed, folders that we have not finished are removed, and the
-//! signal ends this process as if nobody had caught it.
+//! Programs that we have started are killed, and folders that we have not finished are removed. Then the signal ends
+//! this process as if nobody had caught it.
 
 use std::fs;
 use std::io;
@@ -15,20 +15,20 @@ use crate::lock::lock;
 
 #[derive(Debug)]
 struct State {
-    /// The guest has its own ways to end.
+    /// True if the guest has started, which ends in other ways.
     is_over: bool,
     children: Vec<u32>,
     folders: Vec<PathBuf>,
 }
 
-/// The signals' thread has to find it.
+/// The state is static, so that the signals' thread finds it.
 static STATE: Mutex<State> = Mutex::new(State {
     is_over: false,
     children: Vec::new(),
     folders: Vec::new(),
 });
 
-/// The guest starts.
+/// Notes that the guest starts.
 pub(crate) fn finish() {
     lock(&STATE).is_over = true;
 }
@@ -50,12 +50,12 @@ pub(crate) fn interrupt(signal: i32) {
     let _ = signal_hook::low_level::emulate_default_handler(signal);
 }
 
-/// A folder that goes when this does, or when a signal ends us.
+/// A folder that is removed when this is dropped, or when a signal ends us.
 #[derive(Debug)]
 pub(crate) struct Temporary(PathBuf);
 
 impl Temporary {
-    /// To be made and filled by the caller.
+    /// Registers a folder, which the caller makes and fills.
     pub(crate) fn new(path: PathBuf) -> Self {
         lock(&STATE).folders.push(path.clone());
         Self(path)
@@ -68,13 +68,13 @@ impl Temporary {
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // What is left costs space, and nothing else.
+        // If something is left, that takes space and nothing else.
         let _ = fs::remove_dir_all(&self.0);
         lock(&STATE).folders.retain(|folder| *folder != self.0);
     }
 }
 
-/// A program that a signal ends with us.
+/// A program that a signal ends together with us.
 #[derive(Debug)]
 pub(crate) struct Running(Option<Child>);
 
@@ -91,7 +91,7 @@ pub(crate) fn start(command: &mut Command) -> io::Result<Running> {
 }
 
 impl Running {
-    /// Whether it still runs. For programs that say little: a full pipe holds them up.
+    /// Returns true if the program still runs. It must print little, as a full pipe would hold it up.
     pub(crate) fn is_running(&mut self) -> bool {
         match &mut self.0 {
             Some(child) => matches!(child.try_wait(), Ok(None)),
@@ -99,7 +99,7 @@ impl Running {
         }
     }
 
-    /// What it said, when it has ended.
+    /// Waits for the program's end. Returns its output.
     pub(crate) fn output(mut self) -> io::Result<Output> {
         let child = self.0.take();
         let child = child.ok_or_else(|| io::Error::other("a program without a process"))?;

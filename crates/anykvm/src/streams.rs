@@ -14,7 +14,7 @@ use crate::terminal;
 pub(crate) enum Shape {
     /// A terminal in the guest, which is our standard input and output.
     Console {
-        /// Standard error is a stream of its own.
+        /// True if standard error is a stream of its own.
         has_errors: bool,
     },
     /// Three streams that pass bytes unchanged.
@@ -30,7 +30,7 @@ pub(crate) struct Terminals {
 }
 
 impl Terminals {
-    /// Ours.
+    /// Looks at the streams of this process.
     pub(crate) fn of_this_process() -> Self {
         Self {
             input: terminal::is_terminal(rustix::stdio::stdin()),
@@ -40,7 +40,7 @@ impl Terminals {
     }
 }
 
-/// The shape of a guest's streams. Another's initramfs knows only the console.
+/// Returns the shape of a guest's streams. An initramfs that is not ours knows only the console.
 pub(crate) fn shape(args: &BootArgs, terminals: Terminals) -> Shape {
     let console = Shape::Console { has_errors: false };
     let is_ours = args.initrd.is_none() && !args.no_initrd && args.own_init().is_none();

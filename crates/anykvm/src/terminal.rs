@@ -1,7 +1,7 @@
-//! The user's terminal: raw while the guest owns it, as it was on every way out.
+//! The user's terminal: raw while the guest has it, and restored on every way out.
 //!
-//! The saved modes are the process's, because a signal thread or a panic must be able to restore
-//! them; this is the only process-wide state of the program.
+//! The saved modes belong to the process, because a signal thread or a panic must be able to restore them. They are the
+//! program's only process-wide state.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
@@ -21,14 +21,14 @@ static SAVED: Mutex<Option<Termios>> = Mutex::new(None);
 pub(crate) struct RawMode(());
 
 impl RawMode {
-    /// Raw mode if standard input is a terminal; also arms the restoring panic hook.
+    /// Makes standard input raw if it is a terminal, and installs a panic hook that restores it.
     pub(crate) fn enter() -> Self {
         let stdin = rustix::stdio::stdin();
         if let Ok(modes) = termios::tcgetattr(stdin) {
             let mut raw = modes.clone();
             raw.make_raw();
             *lock(&SAVED) = Some(modes);
-            // A terminal that refuses stays cooked; Ctrl-C then ends us like any program.
+            // A terminal that refuses stays as it is. Ctrl-C then ends us like any program.
             let _ = termios::tcsetattr(stdin, OptionalActions::Now, &raw);
             let earlier = std::panic::take_hook();
             std::panic::set_hook(Box::new(move |info| {
@@ -46,7 +46,7 @@ impl Drop for RawMode {
     }
 }
 
-/// Puts the saved modes back, once.
+/// Restores the saved modes, once.
 fn restore() {
     if let Some(modes) = lock(&SAVED).take() {
         // The terminal may be gone (SIGHUP).
@@ -54,20 +54,20 @@ fn restore() {
     }
 }
 
-/// Whether it is a terminal.
+/// Returns true if the descriptor is a terminal.
 pub(crate) fn is_terminal(fd: BorrowedFd<'_>) -> bool {
     termios::isatty(fd)
 }
 
-/// Waits until there is a line to read from a terminal that we left as it was. While another
-/// program (a pager behind us in the pipeline) has switched it to single keys, they are its own.
+/// Waits until there is a line to read from a terminal whose modes we have not changed. While another program (a pager
+/// behind us in the pipeline) has switched it to single keys, the keys are that program's.
 pub(crate) fn wait_for_line(look: Duration) {
     let stdin = rustix::stdio::stdin();
     let timeout = Timespec::try_from(look).ok();
     loop {
         let by_lines = termios::tcgetattr(stdin)
             .is_ok_and(|modes| modes.local_modes.contains(LocalModes::ICANON));
-        // A terminal that is gone is for read(2) to tell.
+        // If the terminal is gone, read(2) reports that.
         let is_gone = !termios::isatty(stdin);
         if !by_lines && !is_gone {
             thread::sleep(look);
@@ -81,14 +81,14 @@ pub(crate) fn wait_for_line(look: Duration) {
     }
 }
 
-/// Says on a terminal what takes a while.
+/// Prints on a terminal what takes a while.
 pub(crate) fn progress(text: &str) {
     if is_terminal(rustix::stdio::stderr()) {
         say(text);
     }
 }
 
-/// The same, in place of what it said before; an empty text ends it.
+/// Prints a text in place of the last one. An empty text ends that.
 pub(crate) fn progress_in_place(text: &str) {
     use std::io::Write;
     if is_terminal(rustix::stdio::stderr()) {
@@ -101,7 +101,7 @@ pub(crate) fn progress_in_place(text: &str) {
     }
 }
 
-/// Rows and columns, if there is a terminal that knows them.
+/// Returns rows and columns, if there is a terminal that knows them.
 pub(crate) fn size() -> Option<(u16, u16)> {
     let size = termios::tcgetwinsize(rustix::stdio::stdout()).ok()?;
     (size.ws_row > 0 && size.ws_col > 0).then_some((size.ws_row, size.ws_col))

@@ -1,7 +1,7 @@
-//! `anykvm trace`: starts a VMM whose KVM calls are written down, a line of JSON each.
+//! `anykvm trace`: starts a VMM, each KVM call of which is recorded as a line of JSON.
 //!
-//! The library that `anykvm exec` puts into the VMM writes the lines, on anykvm or, with `--real`, on
-//! the machine's own `/dev/kvm`, where it only looks on.
+//! The library that `anykvm exec` puts into the VMM writes the lines. With `--real` the VMM uses the machine's own
+//! `/dev/kvm`, and the library only records.
 
 use std::{
     ffi::OsString,
@@ -10,10 +10,10 @@ use std::{
 
 use crate::{cli::TraceArgs, error::BootError, exec};
 
-/// Read by the library: when the trace began, on what, and where it goes.
+/// The variable that the library reads: when the trace began, on which device, and where it goes.
 const VARIABLE: &str = "ANYKVM_TRACE";
 
-/// Replaces this process by the VMM; returns only if that is not possible.
+/// Replaces this process by the VMM. Returns only if that is impossible.
 pub(crate) fn trace(args: &TraceArgs) -> Result<(u8, Option<String>), BootError> {
     let vmm = exec::Vmm::prepare(&args.command, false).map_err(BootError::Usage)?;
     let name = vmm.program.display();
@@ -33,7 +33,7 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<(u8, Option<String>), BootError>
     Err(BootError::Usage(vmm.start(Some((VARIABLE, value)))))
 }
 
-/// An empty file at an absolute path, as the VMM may change its folder.
+/// Makes an empty file. Returns its absolute path, as the VMM may change its folder.
 fn create(path: &Path) -> Result<PathBuf, String> {
     let cannot = |e: std::io::Error| format!("{}: {e}", path.display());
     std::fs::File::create(path).map_err(cannot)?;

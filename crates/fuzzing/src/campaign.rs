@@ -1,4 +1,4 @@
-//! `fuzzing ioctl`: sequences in child processes, so that a crash or a hang is a finding with a seed.
+//! `fuzzing ioctl`: runs sequences in child processes, so that a crash or a hang is a finding with a seed.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -11,11 +11,11 @@ use fuzzing::ioctl::{Arena, Counts, Residue, run_sequence};
 
 use crate::cli::Calls;
 
-/// Sequences that one process runs.
+/// Number of sequences that one process runs.
 const BATCH: u64 = 100;
-/// A sequence takes milliseconds.
+/// A sequence that takes longer hangs: it usually takes milliseconds.
 const HANGS: Duration = Duration::from_secs(60);
-/// Memory that a process may have gained after its first ten sequences: what allocators keep.
+/// How much memory a process may gain after its first ten sequences: allocators keep as much.
 const RSS_GROWTH_KIB: u64 = 48 << 10;
 
 type Report = Result<(String, bool), String>;
@@ -27,7 +27,7 @@ pub(crate) fn run(options: &Calls) -> Report {
     let (mut seed, mut calls, mut good) = (options.seed, 0, 0);
     while start.elapsed() < Duration::from_secs(options.seconds) {
         let mut child = Command::new(&program)
-            // Arenas of threads that are gone grow and look like a leak.
+            // Arenas of threads that have ended would grow, and look like a leak.
             .env("MALLOC_ARENA_MAX", "1")
             .args(["ioctl", "--worker", "--seed", &seed.to_string()])
             .args(["--length", &options.length.to_string()])
@@ -96,7 +96,7 @@ fn ending(status: ExitStatus) -> String {
         .map_or_else(|| status.to_string(), |n| format!("ended by signal {n}"))
 }
 
-/// A child: a batch of sequences, each announced before it runs.
+/// Runs a batch of sequences as a child. Each is announced before it runs.
 #[allow(clippy::print_stdout, reason = "the parent reads it")]
 pub(crate) fn work(options: &Calls) -> Report {
     let arena = Arena::new().map_err(|e| e.to_string())?;
@@ -128,7 +128,7 @@ pub(crate) fn work(options: &Calls) -> Report {
     Ok((format!("calls {} {}", all.calls, all.successes), true))
 }
 
-/// One sequence in this process, with what it did.
+/// Runs one sequence in this process, and reports what it did.
 pub(crate) fn one(options: &Calls) -> Report {
     let arena = Arena::new().map_err(|e| e.to_string())?;
     let counts = run_sequence(&arena, options.seed, options.length, true);

@@ -17,12 +17,12 @@ use crate::{
     undefined::Undefined,
 };
 
-/// Where most blocks are.
+/// Address of most blocks.
 const BLOCK: u64 = CODE + 0x400;
-/// Most instructions of a block.
+/// Maximum number of instructions of a block.
 const MAX_BLOCK: u64 = 8;
 
-/// Bytes that a case has in its window instead of the usual ones.
+/// Bytes that a case has in its window in place of the usual ones.
 #[derive(Clone, Debug)]
 pub(crate) struct Patch {
     pub(crate) offset: usize,
@@ -32,33 +32,33 @@ pub(crate) struct Patch {
 /// Code with its start state.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// Seed that made it.
+    /// The seed that the case was made from.
     pub seed: u64,
-    /// Width of its code.
+    /// Width of the code.
     pub mode: Mode,
-    /// Its bytes, to be placed at `start.rip`.
+    /// The code's bytes, which are placed at `start.rip`.
     pub bytes: Vec<u8>,
-    /// Registers before.
+    /// Registers before the block.
     pub(crate) start: Registers,
     pub(crate) patches: Vec<Patch>,
-    /// Run the interpreter by single steps.
+    /// True if the interpreter executes single steps.
     pub(crate) stepped: bool,
-    /// What differs between processors.
+    /// The flags that are undefined, and so differ between processors.
     pub(crate) undefined: Undefined,
 }
 
 impl Case {
-    /// Address behind the block.
+    /// Returns the address behind the block.
     pub(crate) fn end(&self) -> u64 {
         self.start.rip + self.bytes.len() as u64
     }
 
-    /// Width of its code in bits.
+    /// Returns the width of the code in bits.
     pub(crate) fn bits(&self) -> u32 {
         bits(self.mode)
     }
 
-    /// The instructions, one a line.
+    /// Returns the instructions, one a line.
     pub fn listing(&self) -> String {
         let options = decoder_options();
         let mut d = Decoder::with_ip(bits(self.mode), &self.bytes, self.start.rip, options);
@@ -73,7 +73,7 @@ impl Case {
         text
     }
 
-    /// Puts bytes into the window, as far as they are in it.
+    /// Stores bytes to the window, as far as they are in it.
     pub(crate) fn patch(&mut self, at: u64, bytes: &[u8]) {
         let offset = at.wrapping_sub(WINDOW);
         if let Some(room) = (WINDOW_SIZE as u64).checked_sub(offset) {
@@ -86,7 +86,7 @@ impl Case {
     }
 }
 
-/// AMD processors honour an operand-size prefix on near branches.
+/// Returns the decoder's options: AMD processors honour an operand-size prefix on near branches.
 fn decoder_options() -> u32 {
     if state::host_is_amd() {
         DecoderOptions::AMD
@@ -95,7 +95,7 @@ fn decoder_options() -> u32 {
     }
 }
 
-/// The decoder's word for a mode.
+/// Returns the decoder's bitness for a mode.
 fn bits(mode: Mode) -> u32 {
     match mode {
         Mode::Bits64 => 64,
@@ -117,7 +117,7 @@ impl core::fmt::Debug for Generator {
 }
 
 impl Generator {
-    /// A generator whose cases are compared as `strictness` says.
+    /// Makes a generator whose cases are compared as `strictness` says.
     pub fn new(mode: Mode, strictness: Strictness) -> Self {
         Self {
             mode,
@@ -126,8 +126,7 @@ impl Generator {
         }
     }
 
-    /// True if the form can be encoded with operands from this seed, and is
-    /// decoded as itself.
+    /// Returns true if the form can be encoded with operands from this seed, and is decoded as itself.
     pub(crate) fn is_encodable(&mut self, code: Code, seed: u64) -> bool {
         let mut r = Random::new(seed);
         let mut gpr = [0; 16];
@@ -142,8 +141,8 @@ impl Generator {
         decoded.code() == code && decoded.len() == bytes.len()
     }
 
-    /// One instruction of a form; a branch is followed by another, so that it
-    /// shows whether it was taken.
+    /// Makes a case of one instruction of a form. A branch is followed by an instruction that shows whether it was
+    /// taken.
     pub fn single(&mut self, code: Code, seed: u64) -> Option<Case> {
         let mut r = Random::new(seed);
         let mut case = self.blank(seed, &mut r, uses_vectors(code));
@@ -159,7 +158,7 @@ impl Generator {
         }
         let mut list = vec![i];
         if i.flow_control() != FlowControl::Next {
-            // LEA changes no flag.
+            // LEA changes no flags.
             let (code, register) = match self.mode {
                 Mode::Bits64 => (Code::Lea_r64_m, Register::R9),
                 Mode::Bits32 => (Code::Lea_r32_m, Register::EBP),
@@ -177,7 +176,7 @@ impl Generator {
             .then_some(case)
     }
 
-    /// Two to eight instructions of the forms given, with jumps inside the block.
+    /// Makes a case of two to eight instructions of these forms, with jumps inside the block.
     pub fn block(&mut self, forms: &[Code], seed: u64) -> Option<Case> {
         let mut r = Random::new(seed);
         let mut case = self.blank(seed, &mut r, false);
@@ -209,7 +208,7 @@ impl Generator {
                 continue;
             }
             if let Some(before) = setup::prelude(&i, self.mode, &mut r) {
-                // Nothing jumps between the two.
+                // No branch leads to between the two.
                 let at = list.len();
                 for t in targets.iter_mut().flatten() {
                     *t += usize::from(*t > at);
@@ -244,7 +243,7 @@ impl Generator {
             .then_some(case)
     }
 
-    /// A case without code.
+    /// Makes a case without code.
     fn blank(&self, seed: u64, r: &mut Random, vectors: bool) -> Case {
         let mut start = state::registers(r, self.mode, vectors);
         start.rip = if r.one_in(16) {
@@ -263,8 +262,8 @@ impl Generator {
         }
     }
 
-    /// Encodes the list at the case's address. Near branches go to the
-    /// instruction that `targets` names or, without it, to the block's end.
+    /// Encodes the list at the case's address. A near branch goes to the instruction that `targets` names or, without
+    /// one, to the block's end.
     fn encode(
         &mut self,
         case: &mut Case,
@@ -275,7 +274,7 @@ impl Generator {
         let branches = list.iter().any(|i| near_branch(i).is_some());
         let mut at = [0u64; MAX_BLOCK as usize * 2 + 4];
         if branches {
-            // Lengths do not depend on targets: short and near are forms of their own.
+            // Lengths do not depend on targets, as short and near branches are different forms.
             let mut ip = case.start.rip;
             for (n, i) in list.iter_mut().enumerate() {
                 if near_branch(i).is_some() {
@@ -361,7 +360,7 @@ fn set_branch(i: &mut Instruction, to: u64) {
     }
 }
 
-/// LOCK where it is allowed; repeat prefixes of string instructions.
+/// Adds LOCK where it is allowed, and repeat prefixes to string instructions.
 pub(crate) fn prefixes(i: &mut Instruction, r: &mut Random) {
     let op = i.op_code();
     let memory = i.op_count() > 0 && i.op0_kind() == OpKind::Memory;

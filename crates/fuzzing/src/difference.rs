@@ -1,4 +1,4 @@
-//! What differs between the interpreter and the host CPU.
+//! Differences between the interpreter and the host CPU.
 
 use core::fmt::Write as _;
 
@@ -14,10 +14,10 @@ use crate::{
     model::{Model, is_modelled, model},
 };
 
-/// First address that a process cannot map on Linux with four-level paging.
+/// The first address that a process cannot map on Linux with four-level paging.
 pub(crate) const TASK_SIZE: u64 = 0x7fff_ffff_f000;
 
-/// Both machines, reused from case to case.
+/// Both machines, which all cases use.
 #[derive(Debug)]
 pub struct Differential {
     host: Host,
@@ -25,14 +25,14 @@ pub struct Differential {
 }
 
 impl Differential {
-    /// Maps both machines' memory; one per process.
+    /// Maps both machines' memory. A process has one of these.
     pub fn new() -> std::io::Result<Self> {
         Ok(Self {
             host: Host::new()?,
             guest: Guest::new(),
         })
     }
-    /// Runs a case on both.
+    /// Runs a case on both machines.
     ///
     /// # Errors
     /// A description of what differs.
@@ -70,8 +70,7 @@ pub fn compare(
     if vectors.0 != vectors.1 {
         let _ = writeln!(d, "  exception: host {theirs:x?}, interpreter {ours:x?}");
     } else if let (Some(a), Some(b)) = (theirs, ours) {
-        // Linux reports every address of its own as present (so that user code
-        // cannot probe them).
+        // Linux reports all of its own addresses as present, so that user code cannot probe them.
         let hidden = if a.gva >= TASK_SIZE {
             u64::from(pf::P)
         } else {
@@ -111,8 +110,8 @@ pub fn compare(
         );
     }
     vector_difference(case, host, guest, &what, &mut d);
-    // A call to an address that is not canonical may have pushed the return address, and ten bytes
-    // are written in two pieces.
+    // A call to an address that is not canonical may have pushed the return address, and a store of ten bytes is made
+    // in two pieces.
     let is_partial = what.mnemonic() == M::Call || what.memory_size().size() == 10;
     if host_memory != guest_memory && (is_modelled() || !is_partial) {
         memory_difference(host_memory, guest_memory, &mut d);
@@ -166,11 +165,10 @@ fn vector_difference(
         compare("ymmh", n, xsave::YMM_HI + 16 * n, 16);
     }
     if let Some(trap) = host.trap {
-        // Known inaccuracies: beside an unmasked SIMD exception, which flags of
-        // MXCSR are set too (inexact beside underflow; DPPS, whose steps raise
-        // their own); and the x87 state of conversions to MMX and of MASKMOVQ
-        // that fault: AMD processors enter MMX state all the same.
-        // Intel's do so at any store of an MMX register.
+        // Known inaccuracies. Beside an unmasked SIMD exception, it is not compared which other flags of MXCSR are set
+        // (inexact beside underflow; DPPS, whose steps raise their own). Nor is the x87 state of conversions to MMX and
+        // of MASKMOVQ that fault: AMD processors enter MMX state all the same, Intel's do so at any store of an MMX
+        // register.
         let is_foreign = !is_modelled() && is_mmx_store(what);
         if trap.vector == vector::XM || what.mnemonic() == M::Maskmovq || is_foreign {
             return;
@@ -180,7 +178,7 @@ fn vector_difference(
     compare("fcw", 0, 0, 2);
     compare("fsw", 0, 2, 2);
     compare("ftw", 0, 4, 1);
-    // Bytes 6 to 23, the x87 pointers, hold the host's own addresses.
+    // Bytes 6 to 23, the x87 pointers, hold addresses of the host.
     if !converts || is_modelled() {
         compare("mxcsr", 0, xsave::MXCSR, 4);
     }
@@ -189,7 +187,7 @@ fn vector_difference(
     }
 }
 
-/// The instruction that stopped the case.
+/// Returns the instruction that stopped the case.
 fn faulting(case: &Case, host: &Outcome) -> Instruction {
     let at = host.regs.rip.wrapping_sub(case.start.rip) as usize;
     let Some(bytes) = case.bytes.get(at..) else {
@@ -198,12 +196,13 @@ fn faulting(case: &Case, host: &Outcome) -> Instruction {
     Decoder::with_ip(case.bits(), bytes, 0, DecoderOptions::NONE).decode()
 }
 
-/// On this host, a Zen 4, it reads DS:rSI before ES:rDI, as no other processor and the interpreter.
+/// Returns true if this host is a Zen 4 and the instruction REPE CMPSB: unlike all other processors and the
+/// interpreter, it reads DS:rSI before ES:rDI.
 fn has_order_of_zen4(i: &Instruction) -> bool {
     model() == Some(Model::Zen4) && i.mnemonic() == M::Cmpsb && i.has_rep_prefix()
 }
 
-/// CMPS and SCAS with a repeat prefix, whose flags a fault may take back to what they were.
+/// Returns true for CMPS and SCAS with a repeat prefix. If they fault, flags may be what they were before.
 fn is_compared_string(i: &Instruction) -> bool {
     let scans = matches!(
         i.mnemonic(),
@@ -212,12 +211,12 @@ fn is_compared_string(i: &Instruction) -> bool {
     scans && (i.has_rep_prefix() || i.has_repne_prefix())
 }
 
-/// True if the instruction that stopped the case is MASKMOVQ.
+/// Returns true if the instruction that stopped the case is MASKMOVQ.
 pub(crate) fn faults_in_mmx(case: &Case, host: &Outcome) -> bool {
     faulting(case, host).mnemonic() == M::Maskmovq
 }
 
-/// A store of an MMX register.
+/// Returns true for a store of an MMX register.
 fn is_mmx_store(i: &Instruction) -> bool {
     let kinds = [i.op0_kind(), i.op1_kind()];
     kinds == [OpKind::Memory, OpKind::Register] && i.op1_register().is_mm()

@@ -1,4 +1,4 @@
-//! Instruction forms, listed systematically from the decoder's tables.
+//! Instruction forms, listed from the decoder's tables.
 
 use iced_x86::{Code, FlowControl, Mnemonic, OpCodeOperandKind as K};
 use x86_native::{host_has, is_fp, oracle::Mode};
@@ -10,16 +10,16 @@ use crate::{Generator, Strictness};
 pub enum Family {
     /// x87, MMX, SSE and AVX.
     Fp,
-    /// Everything else that user code may execute and that only computes.
+    /// All other forms that user code may execute and that only compute.
     Integer,
 }
 
 impl Family {
-    /// Both, with the names that the command line and the recordings use.
+    /// Both families, by the names that the command line and the recordings use.
     pub const ALL: [(&'static str, Self); 2] = [("integer", Self::Integer), ("fp", Self::Fp)];
 }
 
-/// All forms of a family that this host executes in a mode.
+/// Returns all forms of a family that this host executes in a mode.
 pub fn forms(family: Family, mode: Mode) -> Vec<Code> {
     let mut generator = Generator::new(mode, Strictness::Exact);
     Code::values()
@@ -54,7 +54,7 @@ fn is_tested(c: Code, family: Family, mode: Mode) -> bool {
     if !flow || is_far(c) {
         return false;
     }
-    // SSE brought instructions that use general registers only.
+    // SSE also introduced instructions that use only general registers.
     let general = matches!(
         c.mnemonic(),
         M::Prefetchnta
@@ -75,9 +75,9 @@ fn is_far(c: Code) -> bool {
     c.is_jmp_far() || c.is_jmp_far_indirect() || c.is_call_far() || c.is_call_far_indirect()
 }
 
-/// State images and the environment with its pointers, which have tests of
-/// their own; what differs from run to run; segments, descriptors and ports,
-/// which a user-mode process does not have to itself.
+/// Returns true for forms that are left out: state images and the environment with its pointers, which have tests of
+/// their own; forms whose results differ from run to run; and forms of segments, descriptors and ports, which a
+/// user-mode process does not control.
 fn is_excluded(c: Code) -> bool {
     use Mnemonic as M;
     matches!(

@@ -1,5 +1,5 @@
-//! Results of the host as text, one line per case, so that any host can check
-//! the interpreter against the one that recorded them.
+//! The host's results as text, one line per case. Any host can check the interpreter against those of the host that
+//! recorded them.
 //!
 //! A line is the form (`block` for several instructions), the seed, the code's
 //! bytes, and what changed: `!vector.error[@cr2]`, `rip` relative to the
@@ -28,12 +28,12 @@ pub use crate::model::{Model, is_modelled, model};
 /// The name of a line whose case is a block.
 const BLOCK: &str = "block";
 
-/// What a case changed.
+/// Returns what a case changed.
 pub fn describe(case: &Case, outcome: &Outcome, memory: &[u8]) -> String {
     let mut d = String::new();
     let (start, end) = (&case.start, &outcome.regs);
     if let Some(t) = outcome.trap {
-        // Linux reports addresses of its own as present.
+        // Linux reports its own addresses as present.
         let hidden = if t.gva >= TASK_SIZE {
             u64::from(pf::P)
         } else {
@@ -104,7 +104,7 @@ pub fn describe(case: &Case, outcome: &Outcome, memory: &[u8]) -> String {
     d
 }
 
-/// A line of a recording.
+/// Returns a line of a recording.
 pub fn line(case: &Case, code: Option<Code>, outcome: &Outcome, memory: &[u8]) -> String {
     let name = code.map_or_else(|| BLOCK.to_owned(), |c| format!("{c:?}"));
     let mut bytes = String::new();
@@ -124,7 +124,7 @@ pub struct Recording<'a> {
 }
 
 impl<'a> Recording<'a> {
-    /// Reads a recording; `None` if it is malformed.
+    /// Reads a recording. `None` if it is malformed.
     pub fn parse(text: &'a str) -> Option<Self> {
         let (head, lines): (Vec<_>, Vec<_>) = text.lines().partition(|l| l.starts_with('#'));
         let mut leaves = Vec::new();
@@ -139,8 +139,8 @@ impl<'a> Recording<'a> {
         })
     }
 
-    /// The cases of the recording, each with its form and line. For blocks,
-    /// `forms` are the forms that they are made of.
+    /// Returns the cases of the recording, each with its form and line. For blocks, `forms` are the forms that they are
+    /// made of.
     ///
     /// # Panics
     /// If a line cannot be read or its case is made differently now.
@@ -171,7 +171,7 @@ impl<'a> Recording<'a> {
         cases
     }
 
-    /// The forms of the recording, in its order.
+    /// Returns the forms of the recording, in its order.
     pub fn forms(&self) -> Vec<Code> {
         let by_name: std::collections::HashMap<String, Code> =
             Code::values().map(|c| (format!("{c:?}"), c)).collect();
@@ -185,7 +185,7 @@ impl<'a> Recording<'a> {
     }
 }
 
-/// The head of a recording made on this host.
+/// Returns the head of a recording made on this host.
 pub fn head() -> String {
     let mut text = String::from(
         "# Results of a Zen 3 processor (AMD's family 25), by `UPDATE_EXPECT=1 cargo test -p fuzzing --test golden`.\n# form seed code changes: see `crates/fuzzing/src/golden.rs`.\n",
@@ -196,7 +196,7 @@ pub fn head() -> String {
     text
 }
 
-/// Approximations and transcendental functions: their last bits are the vendor's.
+/// Returns true for approximations and transcendental functions, whose last bits depend on the vendor.
 pub fn is_vendors(code: Code) -> bool {
     matches!(
         code.mnemonic(),

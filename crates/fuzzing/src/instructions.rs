@@ -7,7 +7,7 @@ use iced_x86::Code;
 
 use crate::cli::Instructions;
 
-/// The forms that the command line chooses.
+/// Returns the forms that the command line chooses.
 fn chosen(options: &Instructions, mode: Mode) -> Result<Vec<Code>, String> {
     let families = match options.family {
         Some(family) => vec![family.into()],
@@ -25,7 +25,7 @@ fn chosen(options: &Instructions, mode: Mode) -> Result<Vec<Code>, String> {
     Ok(codes)
 }
 
-/// The case of number `n`; `None` where the form cannot be made one.
+/// Returns case number `n`. `None` if the form cannot be made one.
 fn case(
     generator: &mut Generator,
     (codes, integer): (&[Code], &[Code]),
@@ -34,7 +34,7 @@ fn case(
 ) -> Option<Case> {
     let nr_codes = codes.len() as u64;
     if blocks {
-        // Three of four blocks have integer instructions only.
+        // Three of four blocks have only integer instructions.
         let forms = if n % 4 == 0 { codes } else { integer };
         return generator.block(forms, seed << 40 ^ n);
     }
@@ -42,7 +42,7 @@ fn case(
     generator.single(code, (code as u64) << 48 ^ seed << 32 ^ (n / nr_codes))
 }
 
-/// Single instructions, or blocks of them.
+/// Runs single instructions, or blocks of them.
 #[allow(clippy::print_stdout, reason = "a command-line tool's report")]
 pub(crate) fn run(options: &Instructions, blocks: bool) -> Result<(String, bool), String> {
     let strictness = if options.exact {

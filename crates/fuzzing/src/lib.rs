@@ -1,9 +1,8 @@
 //! Generators and oracles shared by tests and fuzz targets.
 //!
-//! A [`Case`] is a block of code with a start state, made from a seed. It runs
-//! on the [`Host`] and on the [`Guest`] (the interpreter); [`compare`] tells
-//! what differs. [`jit`] compares the translator with the interpreter.
-//! [`ioctl`] makes random KVM calls.
+//! A [`Case`] is a block of code with a start state, made from a seed. It runs on the [`Host`] and on the [`Guest`]
+//! (the interpreter); [`compare`] returns what differs. [`jit`] compares the translator with the interpreter. [`ioctl`]
+//! makes random KVM calls.
 
 #![forbid(unsafe_code)]
 

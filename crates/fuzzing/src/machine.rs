@@ -12,24 +12,24 @@ use x86_native::oracle::{
 
 use crate::{Case, Random, state};
 
-/// UD2: ends the interpreter's block, as a jump ends the host's.
+/// UD2, which ends the interpreter's block as a jump ends the host's.
 const STOP: [u8; 2] = [0x0f, 0x0b];
-/// Steps or blocks after which a case is given up: more than any has.
+/// Number of steps or blocks after which a case is given up. No case has as many.
 const PATIENCE: u32 = 0x4000;
-/// Cases between two flushes of the interpreter: before its store of native
-/// code is full, after which every addition costs a serializing instruction.
+/// Number of cases between two flushes of the interpreter. By then its store of native code is not full yet; afterwards
+/// every addition would cost a serializing instruction.
 const FLUSH_EVERY: u32 = 0x1000;
 
-/// Where a case ended.
+/// The end of a case.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// Registers afterwards.
     pub regs: Registers,
-    /// The exception that stopped it.
+    /// The exception that stopped the case.
     pub trap: Option<Trap>,
 }
 
-/// The window's content before a case, without its patches.
+/// Returns the window's content before a case, without the case's patches.
 fn initial_window() -> Box<[u8; WINDOW_SIZE]> {
     let mut window = Box::new([0; WINDOW_SIZE]);
     let mut r = Random::new(0x77);
@@ -39,7 +39,7 @@ fn initial_window() -> Box<[u8; WINDOW_SIZE]> {
     window
 }
 
-/// The window's content before a case.
+/// Returns the window's content before a case.
 pub(crate) fn case_window(case: &Case) -> Box<[u8; WINDOW_SIZE]> {
     static INITIAL: OnceLock<Box<[u8; WINDOW_SIZE]>> = OnceLock::new();
     let mut window = Box::new([0; WINDOW_SIZE]);
@@ -62,7 +62,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// Maps the fixed addresses at which cases run; one per process.
+    /// Maps the fixed addresses at which cases run. A process has one of these.
     pub fn new() -> std::io::Result<Self> {
         Ok(Self {
             oracle: Oracle::new()?,
@@ -76,7 +76,7 @@ impl Host {
         let trap = self.oracle.run(case.mode, &case.bytes, &mut regs);
         Outcome { regs, trap }
     }
-    /// Memory after the last case.
+    /// Returns memory after the last case.
     pub fn window(&mut self) -> &[u8; WINDOW_SIZE] {
         self.oracle.window()
     }
@@ -86,7 +86,7 @@ impl Host {
 pub struct Guest {
     interp: Interp<FlatBus>,
     bus: FlatBus,
-    /// In 64-bit mode, and in compatibility mode.
+    /// The vCPU in 64-bit mode, and in compatibility mode.
     cpus: [CpuState; 2],
     segments: [[Segment; 6]; 2],
     since_flush: u32,
@@ -106,11 +106,11 @@ impl Default for Guest {
 }
 
 impl Guest {
-    /// A user-mode guest with the host's features.
+    /// Makes a user-mode guest with the host's features.
     pub fn new() -> Self {
         Self::with(state::host_features())
     }
-    /// A user-mode guest with the features given.
+    /// Makes a user-mode guest with these features.
     pub fn with(features: Features) -> Self {
         let mut bus = FlatBus::new();
         bus.map_as(WINDOW, WINDOW_SIZE, true, false);
@@ -182,7 +182,7 @@ impl Guest {
         Outcome { regs, trap }
     }
 
-    /// Memory after the last case.
+    /// Returns memory after the last case.
     pub fn window(&mut self) -> &[u8] {
         &self.bus.memory(WINDOW)[..WINDOW_SIZE]
     }

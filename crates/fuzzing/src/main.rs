@@ -1,4 +1,4 @@
-//! The interpreter against the host CPU.
+//! Compares the interpreter with the host CPU, the translator with the interpreter, and makes random KVM calls.
 //!
 //! `insn` runs single instructions, each form in turn; `random` runs blocks of
 //! two to eight. Both stop at the first mismatch unless `--all` asks for the
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// A report, and whether nothing was found.
+/// Runs a command. Returns the report, and true if nothing was found.
 fn run(command: &Command) -> Result<(String, bool), String> {
     match command {
         Command::Insn(options) => instructions::run(options, false),
@@ -48,7 +48,7 @@ fn run(command: &Command) -> Result<(String, bool), String> {
     }
 }
 
-/// The same with segments.
+/// Runs programs with segments on the translator and on the interpreter.
 #[allow(clippy::print_stdout, reason = "a command-line tool's report")]
 fn with_segments(options: &Programs) -> Result<(String, bool), String> {
     let &Programs {
@@ -79,7 +79,7 @@ fn with_segments(options: &Programs) -> Result<(String, bool), String> {
     Ok((report, differ == 0))
 }
 
-/// Programs on the translator and on the interpreter.
+/// Runs programs on the translator and on the interpreter.
 #[allow(clippy::print_stdout, reason = "a command-line tool's report")]
 fn jit(options: &Programs) -> Result<(String, bool), String> {
     let &Programs {

@@ -1,4 +1,4 @@
-//! [`Model`]: which processor this host is, as far as the interpreter follows one to the bit.
+//! [`Model`]: which processor this host is, among those that the interpreter follows to the bit.
 
 use std::sync::OnceLock;
 
@@ -6,17 +6,17 @@ use x86_cpu::Feature;
 
 use crate::state;
 
-/// Processors that the interpreter follows to the bit, also where the manual leaves it undefined.
+/// Processors that the interpreter follows to the bit, even where the manual leaves results undefined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Model {
-    /// AMD's family 25, Zen 3: its results are the recorded ones.
+    /// AMD's family 25, Zen 3, on which the recordings were made.
     Zen3,
-    /// AMD's family 25, Zen 4. The interpreter does its flags after BSF and BSR where CPUID shows such a model,
-    /// but not which of two faults its REPE CMPSB raises.
+    /// AMD's family 25, Zen 4. The interpreter computes its flags after BSF and BSR if CPUID shows such a model, but
+    /// does not follow it in which of two faults REPE CMPSB raises.
     Zen4,
 }
 
-/// What this host is; `None` for processors that the interpreter does not follow beyond the manual.
+/// Returns the model of this host. `None` for processors that the interpreter follows only as far as the manual says.
 pub fn model() -> Option<Model> {
     static MODEL: OnceLock<Option<Model>> = OnceLock::new();
     *MODEL.get_or_init(|| {
@@ -31,7 +31,7 @@ pub fn model() -> Option<Model> {
     })
 }
 
-/// True if the interpreter does what this host does, also where the manual leaves it undefined.
+/// Returns true if the interpreter does what this host does, even where the manual leaves results undefined.
 pub fn is_modelled() -> bool {
     model().is_some()
 }

@@ -6,13 +6,12 @@ use x86_native::oracle::{CODE, Mode, WINDOW, WINDOW_SIZE};
 
 use crate::Random;
 
-/// Registers that blocks keep pointing into the window: no instruction names
-/// them but as a base.
+/// Registers that point into the window throughout a block: instructions name them only as a base.
 pub(crate) const POINTERS: [Register; 4] =
     [Register::RBX, Register::RBP, Register::RSI, Register::RDI];
-/// What may be named in blocks.
+/// Registers that instructions of blocks may name.
 const FREE: [u32; 11] = [0, 1, 2, 8, 9, 10, 11, 12, 13, 14, 15];
-/// What may be named in blocks of 32-bit code.
+/// Registers that instructions of blocks of 32-bit code may name.
 const FREE32: [u32; 3] = [0, 1, 2];
 
 /// Base and index of each 16-bit form of addresses (SDM vol. 2, table 2-1).
@@ -27,25 +26,25 @@ pub(crate) const BASES16: [(Register, Register); 8] = [
     (Register::BX, Register::None),
 ];
 
-/// Where the operands of one instruction come from.
+/// Fills in the operands of one instruction.
 #[derive(Debug)]
 pub(crate) struct Operands<'a> {
     pub(crate) r: &'a mut Random,
-    /// Start values: those that address memory are set here, but not in blocks.
+    /// Start values of registers. Those that address memory are set here, except in blocks.
     pub(crate) gpr: &'a mut [u64; 16],
     pub(crate) mode: Mode,
-    /// Part of a block of several instructions.
+    /// True for an instruction in a block of several.
     pub(crate) block: bool,
     /// Linear address of the memory operand.
     pub(crate) target: Option<u64>,
-    /// Implicit pointers have half the usual width.
+    /// True if implicit pointers have half the usual width.
     pub(crate) narrow: bool,
-    /// Vector register that indexes memory.
+    /// The vector register that indexes memory.
     pub(crate) vector_index: Option<Register>,
 }
 
-/// An address for an access: mostly inside and aligned; sometimes unaligned,
-/// straddling pages, near or over the window's ends, far from it, or not canonical.
+/// Returns an address for an access: mostly inside of the window and aligned; sometimes unaligned, straddling pages,
+/// near or over the window's ends, far from it, or not canonical.
 pub(crate) fn address(r: &mut Random) -> u64 {
     match r.below(64) {
         0..3 => WINDOW + WINDOW_SIZE as u64 - r.below(40),
@@ -62,8 +61,7 @@ pub(crate) fn address(r: &mut Random) -> u64 {
     }
 }
 
-/// [`address`] for 32-bit code: nothing near the end of its address space, where
-/// segment limits end too.
+/// Returns an [`address`] for 32-bit code. It is not near the end of the address space, where segment limits end, too.
 pub(crate) fn address32(r: &mut Random) -> u64 {
     match address(r) {
         at if at >> 31 == 0 => at,
@@ -71,7 +69,7 @@ pub(crate) fn address32(r: &mut Random) -> u64 {
     }
 }
 
-/// An address well inside the window.
+/// Returns an address well inside of the window.
 pub(crate) fn interior(r: &mut Random) -> u64 {
     match r.below(4) {
         0 => WINDOW + 0x400 + r.below(0x1800),
@@ -81,7 +79,7 @@ pub(crate) fn interior(r: &mut Random) -> u64 {
 }
 
 impl Operands<'_> {
-    /// Fills all operands but branch targets; `None` if a kind is not supported.
+    /// Fills in all operands except branch targets. `None` if a kind of operand is not supported.
     pub(crate) fn fill(&mut self, code: Code) -> Option<Instruction> {
         let op = code.op_code();
         let mut i = Instruction::default();
@@ -102,7 +100,7 @@ impl Operands<'_> {
         }
     }
 
-    /// How many registers of a kind there are.
+    /// Returns how many registers of a kind there are.
     fn registers(&self) -> u64 {
         match self.mode {
             Mode::Bits64 => 16,
@@ -110,7 +108,7 @@ impl Operands<'_> {
         }
     }
 
-    /// A register that addresses memory.
+    /// Returns the register that addresses memory.
     fn pointer(&self, register: Register) -> Register {
         match self.mode {
             Mode::Bits64 => register,
@@ -127,7 +125,7 @@ impl Operands<'_> {
             }
         }
         match n {
-            // AH, CH, DH; BH is part of a pointer.
+            // AH, CH or DH. BH is a part of a pointer.
             0..3 if self.r.one_in(4) => Register::AH + n,
             3 if self.r.one_in(2) => Register::BH,
             0..4 => Register::AL + n,
@@ -199,7 +197,7 @@ impl Operands<'_> {
         Some(())
     }
 
-    /// Immediates, branch targets (filled in later) and implicit memory.
+    /// Fills in immediates, branch targets (whose values come later) and implicit memory.
     fn other(&mut self, i: &mut Instruction, n: u32, kind: K) -> Option<()> {
         let width = match self.mode {
             Mode::Bits64 => 64,
@@ -295,7 +293,7 @@ impl Operands<'_> {
         Some(())
     }
 
-    /// Gathers: the address is the base's, the indices are set by the caller.
+    /// Fills in the memory operand of a gather. The address is the base's; the caller sets the indices.
     fn vsib(&mut self, i: &mut Instruction, n: u32, index: Register) -> Option<()> {
         i.set_op_kind(n, OpKind::Memory);
         i.set_memory_base(self.pointer(Register::RBX));
@@ -384,7 +382,7 @@ impl Operands<'_> {
         }
     }
 
-    /// Base, or base and index, whose registers get what `target` asks for.
+    /// Fills in a base, or a base and an index, and sets these registers so that the address is `target`.
     fn address64(&mut self, i: &mut Instruction, target: u64) {
         let d = self.displacement(i);
         let base = self.r.below(16) as usize;
@@ -400,7 +398,7 @@ impl Operands<'_> {
         self.gpr[base] = target.wrapping_sub(d).wrapping_sub(from_index);
     }
 
-    /// 32-bit address size: the upper halves of the registers do not count.
+    /// Does the same for an address size of 32 bits, to which the upper halves of registers do not matter.
     fn address32(&mut self, i: &mut Instruction, target: u64) {
         let d = self.displacement(i);
         if i.memory_displ_size() == 8 {
@@ -426,7 +424,7 @@ impl Operands<'_> {
         self.gpr[base] = upper | low;
     }
 
-    /// 16-bit address size: the first 64 KiB, where nothing is.
+    /// Fills in an address of 16 bits, which is in the first 64 KiB, where nothing is mapped.
     fn address16(&mut self, i: &mut Instruction) {
         self.target = None;
         let (base, index) = self.r.pick(&BASES16);

@@ -1,11 +1,11 @@
-//! [`Random`]: a small seeded generator, so that a case is its seed.
+//! [`Random`]: a small generator with a seed, so that the seed is all there is to a case.
 
-/// xorshift64*.
+/// An xorshift64* generator.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// A generator from any seed.
+    /// Makes a generator from any seed.
     pub fn new(seed: u64) -> Self {
         let mut r = Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
         for _ in 0..4 {
@@ -13,7 +13,7 @@ impl Random {
         }
         r
     }
-    /// 64 random bits.
+    /// Returns 64 random bits.
     #[allow(
         clippy::should_implement_trait,
         reason = "an endless source, not an iterator"
@@ -24,19 +24,19 @@ impl Random {
         self.0 ^= self.0 >> 27;
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
-    /// Less than `n`.
+    /// Returns a number less than `n`.
     pub fn below(&mut self, n: u64) -> u64 {
         (self.next() >> 11) % n.max(1)
     }
-    /// True once in `n`.
+    /// Returns true once in `n` times.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
-    /// One of `list`.
+    /// Returns one of `list`.
     pub fn pick<T: Copy>(&mut self, list: &[T]) -> T {
         list[self.below(list.len() as u64) as usize]
     }
-    /// An interesting integer.
+    /// Returns an integer that is often a border case.
     pub fn integer(&mut self) -> u64 {
         match self.below(8) {
             0 => self.below(4),

@@ -1,5 +1,4 @@
-//! Start states that make an instruction do something: quotients that fit,
-//! comparisons that succeed, branch targets that exist.
+//! Start states with which an instruction does something: quotients fit, comparisons succeed, branch targets exist.
 
 use iced_x86::{Code, FlowControl, Instruction, Mnemonic as M, OpKind, Register};
 use x86_defs::{reg, rflags, xsave};
@@ -10,15 +9,14 @@ use crate::{
     operands::{POINTERS, address, interior},
 };
 
-/// First address that is not canonical.
+/// The first address that is not canonical.
 const CANONICAL_END: u64 = 1 << 47;
 
-/// Flags that POPF may load: all but TF and AC, which trap.
+/// Flags that POPF may load: all except TF and AC, which trap.
 const POPF_FLAGS: u64 =
     rflags::ARITH | rflags::DF | rflags::NT | rflags::ID | rflags::IF | rflags::IOPL;
 
-/// Adjusts registers, window and operands of a single instruction; `None` if
-/// its operands contradict each other.
+/// Adjusts registers, window and operands of a single instruction. `None` if its operands contradict each other.
 pub(crate) fn adjust(
     case: &mut Case,
     i: &mut Instruction,
@@ -28,7 +26,7 @@ pub(crate) fn adjust(
 ) -> Option<()> {
     let straddles = |at: u64| at < CANONICAL_END && at + 10 > CANONICAL_END;
     if i.memory_size().size() == 10 && target.is_some_and(straddles) {
-        // Read in two pieces: the first may fault before the other is looked at.
+        // The operand is read in two pieces, and the first may fault before the other is looked at.
         return None;
     }
     mask_underflow(case, i);
@@ -105,8 +103,8 @@ pub(crate) fn adjust(
     Some(())
 }
 
-/// Known inaccuracy: a product inside of a dot product that underflows, with
-/// underflow unmasked, goes unnoticed when the sum does not.
+/// Masks underflow for dot products. A known inaccuracy: with underflow unmasked, a product inside that underflows goes
+/// unnoticed if the sum does not.
 pub(crate) fn mask_underflow(case: &mut Case, i: &Instruction) {
     if matches!(i.mnemonic(), M::Dpps | M::Dppd | M::Vdpps | M::Vdppd) {
         case.start.area[xsave::MXCSR + 1] |= 0x08;
@@ -132,7 +130,7 @@ fn dividend(gpr: &mut [u64; 16], i: &Instruction, r: &mut Random) {
     }
 }
 
-/// A bit string reaches 2^61 bytes: keeps the index near the window.
+/// Keeps the index of a bit string near the window, as it could reach 2^61 bytes.
 fn bit_index(gpr: &mut [u64; 16], i: &Instruction, r: &mut Random) -> Option<()> {
     if i.op0_kind() != OpKind::Memory || i.op1_kind() != OpKind::Register {
         return Some(());
@@ -154,7 +152,7 @@ fn bit_index(gpr: &mut [u64; 16], i: &Instruction, r: &mut Random) -> Option<()>
     Some(())
 }
 
-/// BOUND: limits around the index, mostly.
+/// Makes BOUND's limits enclose the index, mostly.
 fn bound(case: &mut Case, i: &Instruction, at: u64, r: &mut Random) {
     let size = i.op0_register().size();
     let index = case.start.gpr[i.op0_register().number()];
@@ -184,7 +182,7 @@ fn string(case: &mut Case, i: &Instruction, r: &mut Random) {
         )
     });
     if narrow && case.mode == Mode::Bits64 {
-        // The upper halves do not count.
+        // The upper halves do not matter.
         gpr[reg::RSI] |= r.next() << 32;
         gpr[reg::RDI] |= r.next() << 32;
         gpr[reg::RCX] |= r.next() << 32;
@@ -192,7 +190,7 @@ fn string(case: &mut Case, i: &Instruction, r: &mut Random) {
     let (from, to) = (gpr[reg::RSI], gpr[reg::RDI]);
     let rax = gpr[reg::RAX];
     if r.one_in(2) {
-        // Some equal elements, then one that differs; or the other way round.
+        // There are some equal elements and then one that differs, or the other way round.
         let len = 8 * (1 + r.below(6)) as usize;
         let mut equal: Vec<u8> = rax
             .to_le_bytes()
@@ -218,7 +216,7 @@ fn string(case: &mut Case, i: &Instruction, r: &mut Random) {
     }
 }
 
-/// Where an indirect branch or a return goes: the block's end or the marker.
+/// Makes an indirect branch or a return lead to the block's end or to the marker.
 pub(crate) fn aim(case: &mut Case, i: &Instruction, r: &mut Random) {
     // LEA needs no REX prefix in 32-bit code.
     let marker = match case.mode {
@@ -232,7 +230,7 @@ pub(crate) fn aim(case: &mut Case, i: &Instruction, r: &mut Random) {
         _ => case.end(),
     };
     if i.mnemonic() == M::Ret {
-        // An operand size of 16 bits goes to the first 64 KiB, where nothing is.
+        // With an operand size of 16 bits, the branch leads to the first 64 KiB, where nothing is mapped.
         let at = case.start.gpr[reg::RSP];
         case.patch(at, &to.to_le_bytes());
         return;
@@ -246,7 +244,7 @@ pub(crate) fn aim(case: &mut Case, i: &Instruction, r: &mut Random) {
     if i.op0_kind() == OpKind::Register {
         let n = i.op0_register().number();
         if n == reg::RSP {
-            // It would be the stack too.
+            // The address would be the stack's, too.
             return;
         }
         case.start.gpr[n] = to;
@@ -256,7 +254,7 @@ pub(crate) fn aim(case: &mut Case, i: &Instruction, r: &mut Random) {
     }
 }
 
-/// Linear address of the memory operand.
+/// Returns the linear address of the memory operand.
 fn memory_address(case: &Case, i: &Instruction) -> u64 {
     i.virtual_address(0, 0, |register, _, _| {
         if register.is_gpr() {
@@ -276,8 +274,8 @@ fn memory_address(case: &Case, i: &Instruction) -> u64 {
     })
 }
 
-/// In blocks: nothing that changes a pointer but the stack and string
-/// instructions, accesses memory at computed addresses, or goes to one.
+/// Returns true for instructions that blocks may have: those that change pointers only if they are stack or string
+/// instructions, do not access memory at computed addresses, and do not branch to one.
 pub(crate) fn is_safe_in_block(i: &Instruction, r: &mut Random) -> bool {
     let wild = match i.mnemonic() {
         M::Bt | M::Bts | M::Btr | M::Btc => {
@@ -286,7 +284,7 @@ pub(crate) fn is_safe_in_block(i: &Instruction, r: &mut Random) -> bool {
                 && i.op1_register().size() != 2
         }
         M::Clzero | M::Ret | M::Popa | M::Popad | M::Bound | M::Ud0 | M::Ud1 | M::Ud2 => true,
-        // Most dividends are too large.
+        // Most dividends would be too large.
         M::Div | M::Idiv => !r.one_in(8),
         _ => {
             matches!(
@@ -303,7 +301,7 @@ pub(crate) fn is_safe_in_block(i: &Instruction, r: &mut Random) -> bool {
         })
 }
 
-/// What goes before an instruction of a block to keep it harmless.
+/// Returns an instruction that keeps the next one of a block harmless.
 pub(crate) fn prelude(i: &Instruction, mode: Mode, r: &mut Random) -> Option<Instruction> {
     if i.has_rep_prefix() || i.has_repne_prefix() {
         return Instruction::with2(Code::Mov_r32_imm32, Register::ECX, r.below(20) as u32).ok();
@@ -319,7 +317,7 @@ pub(crate) fn prelude(i: &Instruction, mode: Mode, r: &mut Random) -> Option<Ins
     None
 }
 
-/// Forms whose result, not only flags, the manual leaves undefined for some operands.
+/// Returns true for forms of which the manual leaves the result, and not only flags, undefined for some operands.
 pub(crate) fn result_depends_on_processor(i: &Instruction) -> bool {
     let sixteen = matches!(
         i.code(),
@@ -335,12 +333,12 @@ pub(crate) fn result_depends_on_processor(i: &Instruction) -> bool {
             i.mnemonic(),
             M::Bsf | M::Bsr | M::Maskmovq | M::Maskmovdqu | M::Vmaskmovdqu
         )
-        // Whether an x87 exception that is pending comes first.
+        // It is undefined whether a pending x87 exception comes first.
         || i.code() == Code::Cvtpi2ps_xmm_mmm64 && i.op1_kind() == OpKind::Memory
         || approximates(i.mnemonic())
 }
 
-/// Approximations, which differ between vendors within the error that the manual allows.
+/// Returns true for approximations. They differ between vendors within the error that the manual allows.
 fn approximates(m: M) -> bool {
     matches!(
         m,
@@ -355,7 +353,7 @@ fn approximates(m: M) -> bool {
     )
 }
 
-/// [`result_depends_on_processor`], with the operands known.
+/// Does what [`result_depends_on_processor`] does, with the operands known.
 pub(crate) fn result_is_undefined(i: &Instruction, gpr: &[u64; 16]) -> bool {
     match i.mnemonic() {
         M::Shld | M::Shrd => {
@@ -366,9 +364,9 @@ pub(crate) fn result_is_undefined(i: &Instruction, gpr: &[u64; 16]) -> bool {
             };
             result_depends_on_processor(i) && count & 31 > 16
         }
-        // With nothing pending, it does the same everywhere.
+        // With nothing pending, it does the same on all processors.
         M::Cvtpi2ps => false,
-        // Approximations run on this very host.
+        // Approximations are computed by this very host.
         m => result_depends_on_processor(i) && !approximates(m),
     }
 }

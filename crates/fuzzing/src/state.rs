@@ -1,4 +1,4 @@
-//! Random register states, and their passage between the oracle and the interpreter.
+//! Random register states, and their transfer between the oracle and the interpreter.
 
 use std::sync::OnceLock;
 
@@ -13,8 +13,8 @@ use x86_native::oracle::{AREA_SIZE, Mode, Registers, WINDOW, WINDOW_SIZE, select
 
 use crate::{Random, operands};
 
-/// Random registers: pointers of implicit operands are in or near the window.
-/// Without `vectors` the x87 and vector state is the initial one.
+/// Returns random registers. Pointers of implicit operands lead to the window or near it. Without `vectors`, x87 and
+/// vector state is the initial one.
 pub(crate) fn registers(r: &mut Random, mode: Mode, vectors: bool) -> Registers {
     let address = match mode {
         Mode::Bits64 => operands::address,
@@ -53,7 +53,7 @@ pub(crate) fn registers(r: &mut Random, mode: Mode, vectors: bool) -> Registers 
     }
 }
 
-/// Random x87 and vector state.
+/// Fills in random x87 and vector state.
 pub(crate) fn fill(area: &mut [u8; AREA_SIZE], r: &mut Random) {
     area[..2].copy_from_slice(&fcw(r).to_le_bytes());
     area[3] = (r.below(8) << 3 | r.below(8)) as u8;
@@ -78,7 +78,7 @@ pub(crate) fn fill(area: &mut [u8; AREA_SIZE], r: &mut Random) {
 
 const PARTS: usize = 1 << 14;
 
-/// Parts of vectors to choose from: making them takes longer than running a case.
+/// Returns parts of vectors to choose from, as making them takes longer than running a case.
 fn vector_parts() -> &'static [[u8; 8]] {
     static PARTS_MADE: OnceLock<Vec<[u8; 8]>> = OnceLock::new();
     PARTS_MADE.get_or_init(|| {
@@ -109,7 +109,7 @@ fn mxcsr(r: &mut Random) -> u32 {
     masks << 7 | rest
 }
 
-/// A double-extended value of any class.
+/// Returns a double-extended value of any class.
 fn x87(r: &mut Random) -> [u8; 10] {
     let mut b = [0; 10];
     let exponent: u16 = match r.below(6) {
@@ -130,7 +130,7 @@ fn x87(r: &mut Random) -> [u8; 10] {
     b
 }
 
-/// Eight bytes of a vector: integers, singles or doubles of any class.
+/// Returns eight bytes of a vector: integers, singles or doubles of any class.
 pub(crate) fn vector_part(r: &mut Random) -> [u8; 8] {
     match r.below(4) {
         0 => r.next().to_le_bytes(),
@@ -184,7 +184,7 @@ const LEAVES: [(u32, u32); 7] = [
 /// A CPUID entry: leaf, subleaf, EAX, EBX, ECX, EDX.
 pub(crate) type Leaf = (u32, u32, u32, u32, u32, u32);
 
-/// This host's [`LEAVES`].
+/// Returns this host's [`LEAVES`].
 pub(crate) fn host_leaves() -> [Leaf; 7] {
     LEAVES.map(|(leaf, sub)| {
         let c = core::arch::x86_64::__cpuid_count(leaf, sub);
@@ -192,18 +192,18 @@ pub(crate) fn host_leaves() -> [Leaf; 7] {
     })
 }
 
-/// What this host promises.
+/// Returns the features that this host's CPUID promises.
 pub(crate) fn host_features() -> Features {
     Features::from_cpuid(host_leaves().into_iter())
 }
 
-/// The host's vendor decides what operand-size prefixes of branches mean.
+/// Returns true for a host of AMD. The vendor decides what operand-size prefixes of branches mean.
 pub(crate) fn host_is_amd() -> bool {
     static AMD: OnceLock<bool> = OnceLock::new();
     *AMD.get_or_init(|| host_features().has(Feature::Amd))
 }
 
-/// A user-mode CPU as Linux sets it up.
+/// Returns a user-mode CPU as Linux sets it up.
 pub(crate) fn cpu(features: Features, mode: Mode) -> CpuState {
     let mut cpu = CpuState {
         features,
@@ -232,7 +232,7 @@ pub(crate) fn cpu(features: Features, mode: Mode) -> CpuState {
     cpu
 }
 
-/// Puts `regs` into the interpreter's state.
+/// Loads `regs` into the interpreter's state.
 pub(crate) fn load(cpu: &mut CpuState, regs: &Registers) {
     cpu.gpr[..16].copy_from_slice(&regs.gpr);
     cpu.set_rip(regs.rip);

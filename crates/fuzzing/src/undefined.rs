@@ -1,8 +1,7 @@
-//! What the manual leaves undefined, by name, with its section.
+//! The table of what the manual leaves undefined, by name and section.
 //!
-//! The interpreter does what Zen 3 processors do (or, where CPUID says so, Zen 4's and Intel's);
-//! other hosts may differ from it in these places and in no others. `docs/undefined.md` is
-//! this table.
+//! The interpreter does what Zen 3 processors do (or, if CPUID shows one, what a Zen 4 or a processor of Intel does).
+//! Other hosts may differ from it in these places and in no others. `docs/undefined.md` is this table.
 
 use iced_x86::{Instruction, Mnemonic as M, OpKind};
 use x86_defs::{reg, rflags};
@@ -13,7 +12,7 @@ use crate::model::is_modelled;
 /// How a case is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strictness {
-    /// Undefined flags are not compared, nor read by later instructions.
+    /// Undefined flags are not compared, and no later instruction reads them.
     Manual,
     /// Everything is compared: for hosts of the interpreter's model.
     Exact,
@@ -46,7 +45,7 @@ pub enum When {
 pub struct Row {
     /// Instructions.
     pub mnemonics: &'static [M],
-    /// Under which condition.
+    /// The condition under which the flags are undefined.
     pub when: When,
     /// RFLAGS bits.
     pub flags: u64,
@@ -117,8 +116,7 @@ const fn row(mnemonics: &'static [M], when: When, flags: u64, section: &'static 
     }
 }
 
-/// What else differs between processors, or is known to be inexact: what is
-/// left out of comparisons, and why.
+/// Other results that differ between processors, or are known to be inexact, with the reason. They are not compared.
 pub const OTHERS: &[(&str, &str)] = &[
     ("BSWAP r16", "the result (SDM vol. 2, BSWAP)"),
     (
@@ -188,7 +186,7 @@ pub const OTHERS: &[(&str, &str)] = &[
     ),
 ];
 
-/// `docs/undefined.md`.
+/// Returns the text of `docs/undefined.md`.
 pub fn undefined_page() -> String {
     let mut page = String::from(
         "# What the comparisons with processors leave out
@@ -248,8 +246,7 @@ The section is \"Flags Affected\" of the entry in SDM volume 2.
     page
 }
 
-/// Flags that one instruction leaves undefined. Without registers, counts in
-/// CL may be anything.
+/// Returns the flags that one instruction leaves undefined. Without registers, counts in CL may have any value.
 fn flags(i: &Instruction, gpr: Option<&[u64; 16]>) -> u64 {
     FLAGS
         .iter()
@@ -257,8 +254,8 @@ fn flags(i: &Instruction, gpr: Option<&[u64; 16]>) -> u64 {
         .fold(0, |all, row| all | row.flags)
 }
 
-/// True if it leaves a flag undefined in which processors differ and that
-/// something is likely to read.
+/// Returns true if the instruction leaves a flag undefined in which processors differ, and which another instruction is
+/// likely to read.
 pub(crate) fn is_model_specific(i: &Instruction) -> bool {
     flags(i, None) & !AF != 0
 }
@@ -289,13 +286,13 @@ fn applies(when: When, i: &Instruction, gpr: Option<&[u64; 16]>) -> bool {
     }
 }
 
-/// Flags of a case that are not compared.
+/// The flags of a case that are not compared.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Undefined {
     strictness: Strictness,
-    /// At the end of the block.
+    /// Undefined flags at the end of the block.
     at_end: u64,
-    /// Wherever it stops.
+    /// Undefined flags wherever the block stops.
     anywhere: u64,
 }
 
@@ -307,7 +304,7 @@ impl Undefined {
             anywhere: 0,
         }
     }
-    /// The next instruction of the case.
+    /// Takes the next instruction of the case into account.
     pub(crate) fn add(&mut self, i: &Instruction, gpr: Option<&[u64; 16]>) {
         if self.strictness == Strictness::Manual {
             let flags = flags(i, gpr);
@@ -315,9 +312,9 @@ impl Undefined {
             self.anywhere |= flags;
         }
     }
-    /// It is always executed, and what it writes is defined again.
+    /// Notes that the instruction is always executed, so that flags it writes are defined again.
     pub(crate) fn defines(&mut self, i: &Instruction) {
-        // Counts of zero leave flags alone.
+        // With a count of zero, flags stay as they are.
         let counted = FLAGS
             .iter()
             .any(|r| r.when == When::Counted && r.mnemonics.contains(&i.mnemonic()));
@@ -328,16 +325,16 @@ impl Undefined {
             self.at_end &= !decoded_flags(written);
         }
     }
-    /// It would make registers or memory depend on undefined flags.
+    /// Returns true if the instruction would make registers or memory depend on undefined flags.
     pub(crate) fn is_read_by(&self, i: &Instruction) -> bool {
         let pushes = matches!(i.mnemonic(), M::Pushf | M::Pushfd | M::Pushfq);
         self.at_end != 0 && (pushes || decoded_flags(i.rflags_read()) & self.at_end != 0)
     }
-    /// Which of several faults an instruction raises is compared.
+    /// Returns true if it is compared which of several faults an instruction raises.
     pub(crate) fn orders_faults(&self) -> bool {
         self.strictness == Strictness::Exact || is_modelled()
     }
-    /// Flags to compare.
+    /// Returns the flags to compare.
     pub(crate) fn defined(&self, stopped: bool) -> u64 {
         let undefined = if stopped { self.anywhere } else { self.at_end };
         (rflags::ARITH | rflags::DF | rflags::NT | rflags::AC | rflags::ID) & !undefined

@@ -1,10 +1,10 @@
-//! A bounded, seeded slice of the differential runner (`cargo run --release -p
-//! fuzzing -- random --cases 10000000` is the whole).
+//! A small part of the differential runner with fixed seeds. `cargo run --release -p fuzzing -- random --cases
+//! 10000000` is the whole.
 
 use fuzzing::{Differential, Family, Generator, Mode, Strictness, forms};
 use iced_x86::Code;
 
-/// Reports how many differ, and the first few.
+/// Fails with the number of differences, and the first few.
 fn assert_same(what: &str, differences: &[String]) {
     let first = differences.iter().take(3).cloned().collect::<String>();
     assert!(

@@ -1,7 +1,6 @@
-//! The interpreter against recorded results of a real processor, on any host.
+//! Compares the interpreter with recorded results of a real processor, on any host.
 //!
-//! `UPDATE_EXPECT=1 cargo test -p fuzzing --test golden` records again, on a
-//! Zen 3 processor.
+//! `UPDATE_EXPECT=1 cargo test -p fuzzing --test golden` records again, which takes a Zen 3 processor.
 
 use std::{fs, path::PathBuf};
 
@@ -18,7 +17,7 @@ fn path(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("golden/{name}.txt"))
 }
 
-/// For each form some cases that complete and one that faults.
+/// Records, for each form, some cases that complete and one that faults.
 fn record(name: &str, mode: Mode, family: Family, completing: u32) {
     let codes = forms(family, mode);
     let mut host = Host::new().expect("the oracle cannot be set up");
@@ -71,8 +70,8 @@ fn is_recording() -> bool {
     asked
 }
 
-/// Runs a recording's cases; forms that this host cannot execute are left out
-/// (the interpreter has the host compute), and counted.
+/// Runs a recording's cases. Returns the number of forms that were left out because this host cannot execute them (the
+/// interpreter has the host compute).
 fn check(text: &str, mode: Mode, codes: &[Code]) -> usize {
     let recording = Recording::parse(text).expect("a recording");
     let mut guest = Guest::with(recording.features);
@@ -146,7 +145,7 @@ fn fp_forms_of_32_bit_code_are_as_recorded() {
     assert!(text.lines().count() > 1200 + skipped / 2);
 }
 
-/// Blocks of integer instructions, so that any host has them.
+/// The blocks have only integer instructions, which every host has.
 #[test]
 fn blocks_are_as_recorded() {
     if is_recording() {

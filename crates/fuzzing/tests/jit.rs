@@ -1,9 +1,9 @@
-//! A bounded, seeded slice of translation against interpretation (`cargo run
-//! --release -p fuzzing -- jit --cases 1000000` is the whole).
+//! A small part of the comparison of translation with interpretation, with fixed seeds. `cargo run --release -p fuzzing
+//! -- jit --cases 1000000` is the whole.
 
 use fuzzing::jit::{Jits, Summary};
 
-/// Runs the programs of seeds.
+/// Runs the programs of these seeds.
 fn run(cache: usize, seeds: core::ops::Range<u64>) -> Summary {
     let mut jits = Jits::new(cache).expect("memory cannot be mapped");
     for seed in seeds {
@@ -13,7 +13,7 @@ fn run(cache: usize, seeds: core::ops::Range<u64>) -> Summary {
     }
     let s = jits.summary();
     assert!(s.endless * 20 < s.compared, "{s:?}");
-    // One in six or a little more or less: the host's features decide which forms there are.
+    // About one program in six completes: the host's features decide which forms there are.
     assert!(s.completed * 7 > s.compared, "{s:?}");
     assert!(s.stats.links > 0 && s.stats.blocks > s.compared, "{s:?}");
     s
@@ -30,7 +30,7 @@ fn so_it_does_with_a_cache_that_overflows() {
     assert!(s.stats.flushes > 10, "{s:?}");
 }
 
-/// Real mode, virtual-8086 mode, protected mode of 16 and 32 bits with bases and limits.
+/// Programs run in real mode, virtual-8086 mode, and protected mode of 16 and 32 bits with bases and limits.
 #[test]
 fn translation_with_segments_does_what_the_interpreter_does() {
     let mut all = fuzzing::jit::segments::Segments::new().expect("memory cannot be mapped");

@@ -1,4 +1,4 @@
-//! Lock-step on random programs: right code passes, a wrong rule is found and shown.
+//! Lock-step on random programs: correct code passes, and a wrong rule is found and shown.
 
 use fuzzing::jit::Jits;
 
@@ -18,7 +18,7 @@ fn a_wrong_rule_is_found_and_shown() {
     let mut jits = Jits::in_lockstep(true).expect("memory cannot be mapped");
     let found = (0..40_000).find_map(|seed| jits.run(seed).err());
     let report = found.expect("SAR is translated as SHR, and nothing was found");
-    // The guest's instruction, and what was made of it.
+    // The report shows the guest's instruction, and the code made of it.
     let (guest, host) = report
         .split_once("translated code at")
         .unwrap_or_else(|| panic!("no translated code: {report}"));

@@ -1,4 +1,4 @@
-//! The table of undefined flags agrees with the decoder's, and `docs/undefined.md` with it.
+//! Compares the table of undefined flags with the decoder's, and `docs/undefined.md` with the table.
 
 use fuzzing::{FLAGS, Family, Mode, When, forms};
 use iced_x86::{Instruction, RflagsBits};
@@ -18,8 +18,7 @@ fn the_page_is_in_sync_with_the_table() {
     );
 }
 
-/// The decoder's own table, which knows nothing of counts: all that is always
-/// undefined in one is in the other.
+/// The decoder's own table does not know of counts. Flags that are always undefined in one table are so in the other.
 #[test]
 fn the_table_agrees_with_the_decoders() {
     let bits = [

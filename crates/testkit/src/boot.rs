@@ -1,8 +1,7 @@
-//! [`Boot`]: runs `anykvm boot` as a user would and collects what came out.
+//! [`Boot`]: runs `anykvm boot` as a user would, and collects its output.
 //!
-//! Standard input is empty, so the guest's command has three separate streams
-//! (no terminal). A guest that does not end in time is killed, which is an
-//! outcome of its own and not a hang of the test.
+//! Standard input is empty, so the guest's command has three separate streams and no terminal. A guest that does not
+//! end in time is killed, which is an outcome of its own and does not make the test hang.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -16,7 +15,7 @@ use std::{
 /// How often a running guest is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// A boot to be done.
+/// A boot with its options.
 #[derive(Clone, Debug)]
 pub struct Boot {
     program: PathBuf,
@@ -25,28 +24,28 @@ pub struct Boot {
     limit: Duration,
 }
 
-/// What a boot left behind.
+/// The outcome of a boot.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// Exit status; `None` if it was killed, for its time or by a signal.
+    /// Exit status. `None` if the process was killed, by its limit or by a signal.
     pub status: Option<i32>,
     /// Standard output of the guest's command.
     pub stdout: Vec<u8>,
-    /// Its standard error, the kernel's messages and anykvm's own.
+    /// Standard error of the command, the kernel's messages and anykvm's own.
     pub stderr: Vec<u8>,
-    /// Wall clock, from start to end of the process.
+    /// Time from the start to the end of the process.
     pub time: Duration,
-    /// It was killed because it took longer than the limit.
+    /// True if the process was killed because it took longer than the limit.
     pub timed_out: bool,
 }
 
 impl Outcome {
-    /// Standard output as text.
+    /// Returns standard output as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.stdout).into_owned()
     }
 
-    /// The last `lines` lines of standard error, for a failure's report.
+    /// Returns the last `lines` lines of standard error, for a failure's report.
     pub fn last_words(&self, lines: usize) -> String {
         let text = String::from_utf8_lossy(&self.stderr);
         let all: Vec<&str> = text.lines().collect();
@@ -56,7 +55,7 @@ impl Outcome {
 }
 
 impl Boot {
-    /// A boot by the given `anykvm`, with its defaults.
+    /// Makes a boot by the given `anykvm`, with its defaults.
     pub fn new(anykvm: &Path) -> Self {
         Self {
             program: anykvm.into(),
@@ -66,31 +65,31 @@ impl Boot {
         }
     }
 
-    /// Number of vCPUs.
+    /// Sets the number of vCPUs.
     #[must_use]
     pub fn cpus(self, n: u32) -> Self {
         self.option("--cpus", n.to_string())
     }
 
-    /// Guest memory, as in `--mem`.
+    /// Sets the size of guest memory, as `--mem` does.
     #[must_use]
     pub fn mem(self, size: &str) -> Self {
         self.option("--mem", size)
     }
 
-    /// Another kernel than the one that anykvm finds.
+    /// Sets another kernel than the one that anykvm finds.
     #[must_use]
     pub fn kernel(self, path: &Path) -> Self {
         self.option("--kernel", path)
     }
 
-    /// Adds a host path to the guest, as in `--overlay`.
+    /// Adds a host path to the guest, as `--overlay` does.
     #[must_use]
     pub fn overlay(self, text: &str) -> Self {
         self.option("--overlay", text)
     }
 
-    /// Any option with its value.
+    /// Adds an option with a value.
     #[must_use]
     pub fn option(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
         self.arguments.push(name.into());
@@ -98,27 +97,27 @@ impl Boot {
         self
     }
 
-    /// Any option without a value.
+    /// Adds an option without a value.
     #[must_use]
     pub fn flag(mut self, name: &str) -> Self {
         self.arguments.push(name.into());
         self
     }
 
-    /// The engine that executes the guest: `jit`, `interp` or `lockstep`.
+    /// Sets the engine that executes the guest: `jit`, `interp` or `lockstep`.
     #[must_use]
     pub fn engine(self, name: &str) -> Self {
         self.variable("ANYKVM_ENGINE", name)
     }
 
-    /// An environment variable of anykvm's.
+    /// Sets an environment variable of anykvm.
     #[must_use]
     pub fn variable(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// How long it may take.
+    /// Sets how long the boot may take.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Self {
         self.limit = limit;
@@ -174,12 +173,12 @@ pub fn run_limited(command: &mut Command, limit: Duration) -> io::Result<Outcome
     })
 }
 
-/// Reads a stream on a thread of its own, so that neither fills its pipe.
+/// Reads a stream on a thread of its own, so that the process never waits for a full pipe.
 fn collect(stream: Option<impl Read + Send + 'static>) -> thread::JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(mut stream) = stream {
-            // What came before an error is kept.
+            // Bytes before an error are kept.
             let _ = stream.read_to_end(&mut bytes);
         }
         bytes

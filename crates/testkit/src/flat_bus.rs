@@ -1,9 +1,8 @@
 //! [`FlatBus`]: a [`GuestBus`] of flat memory regions, without paging.
 //!
-//! Linear addresses outside the regions raise #PF. Ports and flushes are
-//! recorded, MSRs are those of the model. Every exception is recorded and, but
-//! for [`FlatBus::deliver`], intercepted, so that a test sees it instead of its
-//! delivery.
+//! Linear addresses outside of the regions raise #PF. Ports and flushes are recorded, MSRs are those of the model.
+//! Every exception is recorded, and intercepted unless [`FlatBus::deliver`] is set, so that a test sees the exception
+//! and not its delivery.
 
 use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
 use x86_defs::vector::{self, pf};
@@ -19,24 +18,24 @@ struct Region {
     executable: bool,
 }
 
-/// Flat memory and recorded events.
+/// Flat memory, and recorded events.
 #[derive(Clone, Debug)]
 pub struct FlatBus {
     regions: Vec<Region>,
     generation: u32,
-    /// The last exception, which was not delivered.
+    /// The last exception that was not delivered.
     pub exception: Option<Exception>,
-    /// Deliver exceptions through the guest's IDT instead of recording them.
+    /// True if exceptions are delivered through the guest's IDT.
     pub deliver: bool,
-    /// Blocks until the interpreter is asked to return; `None` means never.
+    /// Number of blocks until the interpreter is asked to return; `None`: never.
     pub polls: Option<u32>,
-    /// Accesses that still succeed; the next one is an exit.
+    /// Number of accesses that still succeed. The next one is an exit.
     pub budget: usize,
-    /// What ports read.
+    /// The value that ports read as.
     pub input: u32,
-    /// What was written to ports: port, size, value.
+    /// Writes to ports: port, size, value.
     pub out: Vec<(u16, u8, u32)>,
-    /// Flushes asked for.
+    /// The flushes that were requested.
     pub flushes: Vec<Flush>,
     /// How often the paging root was loaded.
     pub roots: usize,
@@ -63,7 +62,7 @@ impl Default for FlatBus {
 }
 
 impl FlatBus {
-    /// A bus without memory.
+    /// Makes a bus without memory.
     pub fn new() -> Self {
         Self::default()
     }
@@ -71,7 +70,7 @@ impl FlatBus {
     pub fn map(&mut self, base: u64, size: usize) {
         self.map_as(base, size, true, true);
     }
-    /// Adds memory that cannot be written or executed, or only one of them.
+    /// Adds memory that can be written, executed, both or neither.
     pub fn map_as(&mut self, base: u64, size: usize, writable: bool, executable: bool) {
         self.regions.push(Region {
             base,
@@ -80,7 +79,7 @@ impl FlatBus {
             executable,
         });
     }
-    /// Bytes of memory from `gva` to the end of its region.
+    /// Returns the bytes of memory from `gva` to the end of its region.
     pub fn memory(&mut self, gva: u64) -> &mut [u8] {
         self.generation = self.generation.wrapping_add(1);
         self.slice(gva).unwrap_or_default()
@@ -93,15 +92,15 @@ impl FlatBus {
     pub fn put64(&mut self, gva: u64, v: u64) {
         self.put(gva, &v.to_le_bytes());
     }
-    /// The 64-bit word at `gva`.
+    /// Returns the 64-bit word at `gva`.
     pub fn get64(&mut self, gva: u64) -> u64 {
         <u64 as Word>::from_le(&self.memory(gva)[..8])
     }
-    /// The 32-bit word at `gva`.
+    /// Returns the 32-bit word at `gva`.
     pub fn get32(&mut self, gva: u64) -> u32 {
         <u32 as Word>::from_le(&self.memory(gva)[..4])
     }
-    /// The 16-bit word at `gva`.
+    /// Returns the 16-bit word at `gva`.
     pub fn get16(&mut self, gva: u64) -> u16 {
         <u16 as Word>::from_le(&self.memory(gva)[..2])
     }
@@ -269,7 +268,7 @@ impl GuestBus for FlatBus {
         let len = len.min(room(self.slice(src))).min(room(self.slice(dst)));
         let len = len - len % unit.max(1);
         for n in (0..len).step_by(unit.max(1) as usize) {
-            // By units, because the regions may overlap.
+            // The copy goes by units, because the regions may overlap.
             let mut b = [0; 8];
             let b = &mut b[..unit as usize];
             if let Some(s) = self.slice(src + n) {

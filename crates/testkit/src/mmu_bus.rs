@@ -1,7 +1,6 @@
 //! [`MmuBus`]: a [`GuestBus`] over a real MMU and memslot, for both engines.
 //!
-//! There is no device: an access outside of memory is an exit, which ends a
-//! program as a fault does.
+//! There is no device. An access outside of memory is an exit, which ends a program as a fault does.
 
 use std::sync::{
     Arc,
@@ -15,23 +14,23 @@ use x86_cpu::{Access, CodePage, CpuState, Fault, Flush, GuestBus, Privilege, Wor
 
 use crate::surroundings::surroundings;
 
-/// A vCPU's memory, and nothing else.
+/// A vCPU's memory, without devices.
 #[derive(Debug)]
 pub struct MmuBus {
     /// The vCPU's MMU.
     pub mmu: Mmu,
-    /// Read by translated code.
+    /// The request word, which translated code reads.
     request: Box<AtomicU32>,
-    /// An interrupt is said to wait.
+    /// True if an interrupt is said to wait.
     pub waits: bool,
-    /// Every so many polls the run loop is returned to.
+    /// Number of polls after which the run loop is returned to.
     pub poll_every: u32,
     polls: u32,
     _ram: Mapping,
 }
 
 impl MmuBus {
-    /// `size` bytes of RAM at gpa 0.
+    /// Makes a bus with `size` bytes of RAM at gpa 0.
     ///
     /// # Errors
     /// The host has no memory.
@@ -58,7 +57,7 @@ impl MmuBus {
         })
     }
 
-    /// Sets the word that translated code looks at.
+    /// Sets the request word.
     pub fn request(&self, on: bool) {
         self.request.store(on.into(), Ordering::Relaxed);
     }

@@ -1,7 +1,7 @@
-//! What the test buses share: surroundings without devices, where MSRs are those of the model alone and the same question always
-//! has the same answer.
+//! Functions that the test buses share. There are no devices, MSRs are those of the model, and the same call always
+//! returns the same value.
 
-/// The functions of [`x86_cpu::GuestBus`] that have to do with neither memory nor ports.
+/// Implements the functions of [`x86_cpu::GuestBus`] that concern neither memory nor ports.
 macro_rules! surroundings {
     () => {
         fn read_msr(

@@ -1,4 +1,5 @@
-//! A vCPU's architectural state, the events pending on it, its CPUID and MSR model, and the trait through which execution reaches the world.
+//! A vCPU's architectural state, the events pending on it, its CPUID and MSR model, and the trait through which
+//! execution reaches the world.
 //!
 //! All engines that execute guest code work on one [`CpuState`]. They reach memory, ports, MSRs that are not CPU
 //! registers, and the hypervisor through one trait, [`GuestBus`].

@@ -1,9 +1,9 @@
-//! `cargo xtask bench io [ROUNDS]`: virtio in Debian's QEMU under `anykvm exec` beside the same
-//! machine under QEMU's translator.
+//! `cargo xtask bench io [ROUNDS]`: virtio in Debian's QEMU under `anykvm exec`, beside the same machine under QEMU's
+//! translator.
 //!
-//! The disk is in memory and each of its pages says which it is; the network is QEMU's own, and
-//! what echoes is a thread here. Times are by the guest's clock. Ratios are within a round, as
-//! machines are noisy, and the medians of the rounds count.
+//! The disk is in memory, and each of its pages contains its number. The network is QEMU's own, and a thread here
+//! echoes packets. Times are by the guest's clock. Ratios are within a round, because machines are noisy, and their
+//! medians count.
 
 use std::{
     fs,
@@ -21,19 +21,19 @@ const GUEST: &str = include_str!("io.c");
 const ROUNDS: u32 = 3;
 const READS: u32 = 8_000;
 const PACKETS: u32 = 4_000;
-/// Pages of 4 KiB of the disk, as in the guest's program.
+/// Number of the disk's pages of 4 KiB, as in the guest's program.
 const PAGES: u64 = 16384;
-/// In memory.
+/// A folder that is in memory.
 const DISK_FOLDER: &str = "/dev/shm";
 const LIMIT: Duration = Duration::from_secs(300);
-/// Name in the guest's lines, and in the table.
+/// Each row's name in the guest's lines, and in the table.
 const ROWS: [(&str, &str); 3] = [
     ("depth-1", "4 KiB reads, queue depth 1, µs"),
     ("depth-32", "4 KiB reads, queue depth 32, µs"),
     ("echo", "echo of 64 bytes, µs"),
 ];
 
-/// The disk, until it is dropped.
+/// The disk's file, which is removed when this is dropped.
 struct Disk(PathBuf);
 
 impl Disk {
@@ -52,12 +52,12 @@ impl Disk {
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        // Nobody would know what to do if it cannot be removed.
+        // If the file cannot be removed, nothing can be done about it.
         let _ = fs::remove_file(&self.0);
     }
 }
 
-/// How often.
+/// Options of `bench io`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Options {
     /// Rounds, of which the best counts.
@@ -122,7 +122,7 @@ pub(super) fn run(options: &Options) -> Result<(), String> {
     }
 }
 
-/// What both machines are.
+/// Adds the arguments that both machines have.
 fn machine(command: &mut Command, kernel: &Path, initramfs: &Path, disk: &Path, port: u16) {
     let drive = format!(
         "file={},if=none,id=d,format=raw,readonly=on,cache=writeback,aio=threads",
@@ -140,7 +140,7 @@ fn machine(command: &mut Command, kernel: &Path, initramfs: &Path, disk: &Path, 
         .arg(initramfs);
 }
 
-/// The guest's program, and the drivers.
+/// Makes the initramfs with the guest's program and the drivers.
 fn initramfs(kernel: &Path) -> Result<PathBuf, String> {
     let target = crate::build::target();
     let program = target.join("bench-io-guest");
@@ -168,21 +168,21 @@ fn initramfs(kernel: &Path) -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Sends back every packet, from a thread that ends with the process. Its port.
+/// Sends every packet back, from a thread that ends with the process. Returns its port.
 fn echo() -> Result<u16, String> {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|e| e.to_string())?;
     let port = socket.local_addr().map_err(|e| e.to_string())?.port();
     std::thread::spawn(move || {
         let mut packet = [0; 2048];
         while let Ok((len, from)) = socket.recv_from(&mut packet) {
-            // A guest that is gone misses nothing.
+            // If the guest is gone, it misses nothing.
             let _ = socket.send_to(&packet[..len], from);
         }
     });
     Ok(port)
 }
 
-/// Microseconds of each of [`ROWS`].
+/// Returns the microseconds of each of [`ROWS`].
 fn measured(outcome: &Outcome) -> Result<[f64; ROWS.len()], String> {
     let text = outcome.text();
     let bad = || {

@@ -1,10 +1,9 @@
-//! `cargo xtask bench`: one table of what the engines do on this machine, now.
+//! `cargo xtask bench`: one table of the engines' speeds on this machine.
 //!
-//! Speeds are of loops in a guest without a kernel (`guest_speed` of
-//! anykvm-ioctls). Boots are of Debian's cloud kernel with one and the same
-//! initramfs, from the start of the process to its end after the guest has
-//! powered itself off; beside QEMU's TCG where that is installed. The best of a
-//! few runs counts, and ratios only within one run: machines are noisy.
+//! Speeds are those of loops in a guest without a kernel (`guest_speed` of anykvm-ioctls). Boots are those of Debian's
+//! cloud kernel with the same initramfs, from the start of the process to its end after the guest has powered itself
+//! off; beside QEMU's TCG if it is installed. The best of a few runs counts, and ratios only within one run, because
+//! machines are noisy.
 //!
 //! `cargo xtask bench io` is about virtio: see [`io`]; `wp` about CR0.WP: see [`wp`].
 
@@ -21,23 +20,23 @@ use std::{
 use clap::{Args, Subcommand};
 use testkit::boot::{Boot, Outcome, run_limited};
 
-/// Boots of which the fastest counts.
+/// Number of boots, of which the fastest counts.
 const RUNS: usize = 2;
 const LIMIT: Duration = Duration::from_secs(300);
-/// The bar for the interpreter, million instructions per second.
+/// Minimum speed of the interpreter, in million instructions per second.
 const INTERP_BAR: f64 = 40.0;
 const ENGINES: [&str; 2] = ["interp", "jit"];
 const QEMU: &str = "qemu-system-x86_64";
 /// The kernel's command line of a boot; anykvm adds its own console.
 const WORDS: &str = "console=ttyS0 quiet panic=-1";
-/// Says that the shell is there, and ends the machine.
+/// The init of a boot: says that the shell is there, and ends the machine.
 const INIT: &str = "#!/bin/busybox sh
 /bin/busybox mount -t proc proc /proc
 /bin/busybox echo ready $(/bin/busybox nproc)
 /bin/busybox poweroff -f
 ";
 
-/// What of it.
+/// Options of `bench`.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     #[command(subcommand)]
@@ -114,7 +113,7 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
     }
 }
 
-/// Million instructions per second by kernel, on one engine.
+/// Returns million instructions per second by loop, on one engine.
 fn speeds(engine: &str) -> Result<Vec<(String, f64)>, String> {
     let program = crate::build::target().join("release/examples/guest_speed");
     let mut command = Command::new(&program);
@@ -136,7 +135,7 @@ fn parse_speeds(text: &str) -> Vec<(String, f64)> {
         .collect()
 }
 
-/// The time of the fastest run; each has to have reached its shell.
+/// Returns the time of the fastest run. Each run has to have reached its shell.
 fn best(name: &str, mut boot: impl FnMut() -> Result<Outcome, String>) -> Result<f64, String> {
     let mut best = f64::MAX;
     for _ in 0..RUNS {
@@ -155,7 +154,7 @@ fn best(name: &str, mut boot: impl FnMut() -> Result<Outcome, String>) -> Result
     Ok(best)
 }
 
-/// The same boot by QEMU's translator, if it is installed.
+/// Boots the same with QEMU's translator, if it is installed.
 fn tcg(kernel: &Path, initramfs: &Path, cpus: u32) -> Option<Result<f64, String>> {
     Command::new(QEMU).arg("--version").output().ok()?;
     Some(best(&format!("TCG, {cpus} vCPU"), || {
@@ -172,7 +171,7 @@ fn tcg(kernel: &Path, initramfs: &Path, cpus: u32) -> Option<Result<f64, String>
     }))
 }
 
-/// busybox and [`INIT`], packed.
+/// Packs busybox and [`INIT`].
 fn initramfs() -> Result<PathBuf, String> {
     let folder = crate::build::target().join("bench-initramfs");
     let archive = crate::build::target().join("bench-initramfs.cpio");
@@ -194,7 +193,7 @@ fn initramfs() -> Result<PathBuf, String> {
     Ok(archive)
 }
 
-/// Columns in line: the first to the left, numbers to the right.
+/// Formats the table: the first column to the left, numbers to the right.
 fn table(rows: &[[String; 5]]) -> String {
     let width = |column: usize| rows.iter().map(|r| r[column].len()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..5).map(width).collect();

@@ -1,7 +1,8 @@
-//! `guests/linux-kept-roots`: a module for Debian's kernel that has address spaces kept, as docs/paravirt.md offers it.
+//! `guests/linux-kept-roots`: a module for Debian's kernel that makes CR3 loads keep address spaces, as
+//! docs/paravirt.md offers it.
 //!
-//! It is built from Debian's headers. A program checks that what one processor does to an address space is seen by another
-//! that was not running it; with a module that does not look for changes the same program has to fail.
+//! The module is built from Debian's headers. A program checks that what one processor does to an address space is seen
+//! by another that was not running it. With a module that does not look for changes, the same program has to fail.
 
 use std::{
     path::{Path, PathBuf},
@@ -28,7 +29,7 @@ const COMMAND: &str = "
     /opt/check 10000 && exit 8
     rmmod kept_roots; exit 7";
 
-/// Builds the module, boots a guest without PCIDs, and has it checked.
+/// Builds the module, boots a guest without PCIDs, and runs the program.
 pub(super) fn run(anykvm: &Path) -> Result<Duration, String> {
     debian::install(&["rt-tests"])?;
     let kernel = debian::kernel("linux-image-cloud-amd64", "kernel-cloud-amd64")?;
@@ -60,7 +61,7 @@ pub(super) fn run(anykvm: &Path) -> Result<Duration, String> {
     Ok(outcome.time)
 }
 
-/// The folder with the module for this kernel, and the program.
+/// Makes a folder with the module for this kernel, and the program.
 fn build(kernel: &Path) -> Result<PathBuf, String> {
     let folder = kernel_module::build(kernel, SOURCES)?;
     let mut gcc = Command::new("gcc");

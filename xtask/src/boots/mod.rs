@@ -16,10 +16,10 @@ use std::{
 use clap::{Args, builder::PossibleValuesParser};
 use testkit::boot::{Boot, Outcome};
 
-/// Which of Debian's kernels.
+/// One of Debian's kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
-    /// The one that `anykvm boot` finds or fetches.
+    /// The kernel that `anykvm boot` finds or fetches.
     Cloud,
     /// linux-image-amd64.
     Full,
@@ -35,23 +35,23 @@ struct Case {
     engine: &'static str,
     cpus: u32,
     mem: &'static str,
-    /// MemTotal is at least this many MiB.
+    /// Minimum MemTotal in MiB.
     mem_mib: u64,
     /// What `uname -m` prints.
     machine: &'static str,
-    /// Added to the kernel's command line.
+    /// Words added to the kernel's command line.
     append: &'static str,
-    /// CPUs that the kernel then uses.
+    /// Number of CPUs that the kernel then uses.
     online: u32,
-    /// Environment variable and value.
+    /// An environment variable and its value.
     variable: Option<(&'static str, &'static str)>,
-    /// The vCPUs' threads may make almost no system calls.
+    /// True if the vCPUs' threads may make almost no system calls.
     confined: bool,
-    /// Part of CI.
+    /// True if the boot is part of CI.
     in_ci: bool,
 }
 
-/// A boot with 2 vCPUs and options of the kernel's, after which `online` CPUs work.
+/// Makes a boot with 2 vCPUs and options of the kernel, after which `online` CPUs work.
 const fn options(name: &'static str, append: &'static str, online: u32) -> Case {
     Case {
         append,
@@ -78,7 +78,7 @@ const fn cloud(name: &'static str, engine: &'static str, cpus: u32) -> Case {
     }
 }
 
-/// A boot with little room for translated code, or with code that is dropped at random.
+/// Makes a boot with little room for translated code, or with code that is dropped at random.
 const fn code(name: &'static str, variable: &'static str, value: &'static str) -> Case {
     Case {
         variable: Some((variable, value)),
@@ -87,9 +87,9 @@ const fn code(name: &'static str, variable: &'static str, value: &'static str) -
     }
 }
 
-/// Code that does not fit is translated again.
+/// The variable for a small code buffer: code that does not fit is translated again.
 pub(crate) const SMALL_CACHE: (&str, &str) = ("ANYKVM_CODE_CACHE", "2M");
-/// The same at any moment.
+/// The variable that drops code at any moment.
 pub(crate) const RANDOM_FLUSHES: (&str, &str) = ("ANYKVM_CODE_FLUSH", "2000");
 
 const CASES: &[Case] = &[
@@ -142,15 +142,15 @@ const CASES: &[Case] = &[
     options("mitigations", "mitigations=auto", 2),
 ];
 
-/// Prints the machine, its CPUs and its memory in KiB; all CPUs have to work.
+/// Prints the machine, its CPUs and its memory in KiB. All CPUs have to work.
 const COMMAND: &str = "
     uname -m; nproc; sed -n 's/^MemTotal: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo
     n=0; while [ $n -lt $(nproc) ]; do taskset -c $n sh -c 'i=0; while [ $i -lt 300 ]; do i=$((i + 1)); done; echo $i'; n=$((n + 1)); done
     exit 7";
-/// Time for any of them, with 8 vCPUs on a busy host.
+/// Time limit of a boot, with 8 vCPUs on a busy host.
 const LIMIT: Duration = Duration::from_secs(400);
 
-/// Which boots.
+/// Options of `boots`.
 #[derive(Debug, Default, Args)]
 pub(crate) struct Options {
     /// All, not CI's alone.
@@ -168,7 +168,7 @@ fn known() -> impl Iterator<Item = &'static str> {
         .chain([PARAVIRT, KEPT_ROOTS, WP_TOGGLE])
 }
 
-/// Runs CI's boots, all, or those that are named.
+/// Runs CI's boots, all boots, or those that are named.
 pub(crate) fn run(options: &Options) -> Result<(), String> {
     let (all, names) = (options.all, &options.names);
     let anykvm = crate::build::anykvm()?;
@@ -245,16 +245,16 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
 
 /// The boot that uses KVM's paravirtual features.
 const PARAVIRT: &str = "paravirt";
-/// The boot with a module that has address spaces kept.
+/// The boot with a module that makes CR3 loads keep address spaces.
 const KEPT_ROOTS: &str = "kept-roots";
 /// The boot with a module that toggles CR0.WP at each switch of tasks.
 const WP_TOGGLE: &str = "wp-toggle";
 /// Boots with two disks, with these consoles.
 const DISKS: [(&str, &str); 2] = [("disks", "ttyS0"), ("virtio-console", "hvc0")];
-/// Bytes of a disk: more than the guest's cache keeps while it is copied.
+/// Size of a disk in bytes: more than the guest's cache keeps while it is copied.
 const DISK: usize = 24 << 20;
 
-/// The guest reads one disk, which it must not write, and copies it to the other.
+/// Boots a guest that reads one disk, which it must not write, and copies it to the other.
 fn disks(anykvm: &Path, console: &str) -> Result<Duration, String> {
     const COPY: &str = "
         set -e; test $(cat /sys/block/vda/ro /sys/block/vdb/ro | tr -d '\\n') = 10
@@ -300,7 +300,7 @@ fn disks(anykvm: &Path, console: &str) -> Result<Duration, String> {
     Ok(outcome.time)
 }
 
-/// The kernel's file; `None` for the one that anykvm finds itself.
+/// Returns the kernel's file. `None` for the kernel that anykvm finds itself.
 fn kernel(which: Kernel) -> Result<Option<PathBuf>, String> {
     match which {
         Kernel::Cloud => Ok(None),

@@ -1,6 +1,6 @@
-//! KVM's paravirtual features in Debian's kernel: each has to be used, not only be there.
+//! KVM's paravirtual features in Debian's kernel. Each has to be used, and not only be present.
 //!
-//! The kernel's own tracers say so: functions of its `kvm` code that were called, and the MSRs that it wrote.
+//! The kernel's own tracers show that: the functions of its `kvm` code that were called, and the MSRs that it wrote.
 
 use std::{path::Path, time::Duration};
 
@@ -8,13 +8,13 @@ use testkit::boot::Boot;
 
 use super::LIMIT;
 
-/// `cpuidle_haltpoll` uses poll control; the tracers are on from the start.
+/// Options of the kernel. `cpuidle_haltpoll` uses poll control; the tracers are on from the start.
 const APPEND: &str = "cpuidle_haltpoll.force=1 ftrace=function ftrace_filter=kvm_*,__pv_* \
                       trace_event=msr:write_msr trace_buf_size=8M";
-/// More vCPUs than processors, so that time is stolen and locks are waited for.
+/// Number of vCPUs: more than processors, so that time is stolen and locks are waited for.
 const CPUS: u32 = 4;
 
-/// Prints what was called and what was written.
+/// Prints the functions that were called and the MSRs that were written.
 const COMMAND: &str = r#"
     hackbench -g 2 -l 200 -T >/dev/null || exit 1
     cat /sys/devices/system/clocksource/clocksource0/available_clocksource
@@ -28,9 +28,9 @@ const COMMAND: &str = r#"
     dmesg | grep -o 'kvm-guest: .*'
     exit 7"#;
 
-/// Each feature, and a line that only its use prints. The last digit of what is written to an MSR has the bit
-/// that enables the feature. PV unhalt's sleep itself (KVM_HC_KICK_CPU) is tested by `a_kick_wakes_from_halt_now_or_later`:
-/// here a vCPU that waits in a loop of PAUSE gives way to the one that it waits for, before the kernel would sleep.
+/// Each feature, and a line that only its use prints. The last digit of a value written to an MSR has the bit that
+/// enables the feature. `a_kick_wakes_from_halt_now_or_later` tests PV unhalt's sleep itself (KVM_HC_KICK_CPU): here a
+/// vCPU that waits in a loop of PAUSE yields to the one that it waits for, before the kernel would sleep.
 const USES: &[(&str, &str)] = &[
     ("KVM_FEATURE_CLOCKSOURCE2", "kvm-clock"),
     ("KVM_FEATURE_NOP_IO_DELAY", "called kvm_io_delay"),
@@ -51,7 +51,7 @@ const USES: &[(&str, &str)] = &[
     ),
 ];
 
-/// Boots and looks for each use.
+/// Boots the guest, and looks for each use.
 pub(super) fn run(anykvm: &Path) -> Result<Duration, String> {
     crate::debian::install(&["rt-tests"])?;
     let outcome = Boot::new(anykvm)
@@ -77,7 +77,7 @@ pub(super) fn run(anykvm: &Path) -> Result<Duration, String> {
     }
 }
 
-/// Features of whose use `text` says nothing.
+/// Returns the features whose use `text` does not show.
 fn unused(text: &str) -> Vec<&'static str> {
     let is_there = |use_: &str| {
         text.lines()

@@ -1,4 +1,4 @@
-//! What the suite takes from the host: files with their libraries, an i386 busybox.
+//! What the suite takes from the host: files with their libraries, and an i386 busybox.
 
 use std::{
     fs,
@@ -8,7 +8,7 @@ use std::{
 
 use super::programs::{BUSYBOX_I386, MODULE};
 
-/// Compiled on the host, found below `$OPT`.
+/// Programs that are compiled on the host, and found below `$OPT`.
 const C_PROGRAMS: [(&str, &str); 7] = [
     ("counted", include_str!("counted.c")),
     ("debuggee", include_str!("debuggee.c")),
@@ -19,7 +19,7 @@ const C_PROGRAMS: [(&str, &str); 7] = [
     ("threads", include_str!("threads.c")),
 ];
 
-/// Makes the folder of files that are not the host's own, and returns it.
+/// Makes the folder of files that are not the host's own. Returns it.
 pub(super) fn prepare() -> Result<PathBuf, String> {
     let opt = crate::build::cache().join("guests-opt");
     let busybox = opt.join(BUSYBOX_I386);
@@ -47,12 +47,12 @@ pub(super) fn prepare() -> Result<PathBuf, String> {
     Ok(opt)
 }
 
-/// The kernel that [`MODULE`] belongs to.
+/// Returns the kernel that [`MODULE`] belongs to.
 pub(super) fn kernel() -> Result<PathBuf, String> {
     crate::debian::kernel("linux-image-cloud-amd64", "kernel-cloud-amd64")
 }
 
-/// Compiles a C program, not position independent: its addresses are the same everywhere.
+/// Compiles a C program that is not position-independent, so that its addresses are the same everywhere.
 fn compile(source: &str, program: &Path) -> Result<(), String> {
     let file = program.with_extension("c");
     if program.exists() && fs::read_to_string(&file).is_ok_and(|text| text == source) {
@@ -71,7 +71,7 @@ fn compile(source: &str, program: &Path) -> Result<(), String> {
     }
 }
 
-/// The paths with `*` replaced by what is there. All have to exist.
+/// Returns the paths with `*` replaced by the names that exist. All paths have to exist.
 pub(super) fn expand(paths: &[&str]) -> Result<Vec<String>, String> {
     let mut found = Vec::new();
     for path in paths {

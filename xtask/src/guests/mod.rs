@@ -15,14 +15,14 @@ use testkit::boot::{Boot, Outcome, run_limited};
 
 use programs::{Expect, PROGRAMS, Program};
 
-/// Time for one program in the guest, its boot included.
+/// Time limit of one program in the guest, including its boot.
 const LIMIT: Duration = Duration::from_secs(580);
-/// The same with two engines side by side.
+/// Time limit with two engines side by side.
 const LOCKSTEP_LIMIT: Duration = Duration::from_secs(3600);
-/// Where the guest finds what is not part of the host's system.
+/// Folder in which the guest finds what is not part of the host's system.
 const GUEST_OPT: &str = "/opt/guests";
 
-/// Which programs, and how.
+/// Options of `guests`.
 #[derive(Debug, Default, Args)]
 pub(crate) struct Options {
     /// Only those of CI.
@@ -46,7 +46,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Environment variable and value.
+    /// Returns an environment variable and its value.
     fn variable(&self) -> Option<(&'static str, &'static str)> {
         if self.small_cache {
             Some(crate::boots::SMALL_CACHE)
@@ -64,7 +64,7 @@ impl Options {
     }
 }
 
-/// Runs the programs that the arguments name, or all; fails if any of them does.
+/// Runs the programs that the arguments name, or all. Fails if any of them fails.
 pub(crate) fn run(options: &Options) -> Result<(), String> {
     let anykvm = crate::build::anykvm()?;
     let opt = host::prepare()?;
@@ -127,7 +127,7 @@ fn seconds(outcome: &Outcome) -> f64 {
     outcome.time.as_secs_f64()
 }
 
-/// The script with what both sides set up alike.
+/// Returns the script, with what both sides set up alike.
 fn script(program: &Program, opt: &str) -> String {
     format!("export LC_ALL=C OPT={opt}\n{}", program.script)
 }
@@ -142,7 +142,7 @@ fn on_host(program: &Program, opt: &str) -> Result<Outcome, String> {
     run_limited(&mut shell, LIMIT).map_err(|e| format!("busybox sh on the host: {e}"))
 }
 
-/// Why the guest's outcome is wrong.
+/// Returns an error that says why the guest's outcome is wrong.
 fn verdict(program: &Program, guest: &Outcome, host: Option<&Outcome>) -> Result<(), String> {
     if guest.timed_out {
         return Err("did not end in time".into());

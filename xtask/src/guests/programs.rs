@@ -1,16 +1,15 @@
 //! The programs of the suite, as data: what each needs of the host and what it runs.
 //!
-//! A script runs in the guest and, but for those marked [`Expect::Lines`], on
-//! the host as well: its standard output and status have to be the same. So a
-//! script prints results, never times or addresses. `$OPT` is the folder of
-//! files that are not part of the host's system.
+//! A script runs in the guest and, unless it is marked [`Expect::Lines`], on the host as well. Its standard output and
+//! status have to be the same, so it prints results, and never times or addresses. `$OPT` is the folder of files that
+//! are not part of the host's system.
 
 /// What a program's output is compared with.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Expect {
     /// The same script on the host.
     Host,
-    /// Status 0, and each of these somewhere in the output (which has times in it).
+    /// Status 0, and each of these lines somewhere in the output, which also has times in it.
     Lines(&'static [&'static str]),
 }
 
@@ -18,27 +17,27 @@ pub(super) enum Expect {
 #[derive(Debug)]
 pub(super) struct Program {
     pub(super) name: &'static str,
-    /// Debian packages that bring it.
+    /// Debian packages that contain the program.
     pub(super) packages: &'static [&'static str],
-    /// Files and folders of the host that the guest gets; `*` at the end of a
-    /// path's last part stands for anything (regular files and links only).
+    /// Files and folders of the host that the guest gets. `*` at the end of a path's last part stands for any regular
+    /// file or link.
     pub(super) paths: &'static [&'static str],
-    /// For busybox's `sh`.
+    /// The script for busybox's `sh`.
     pub(super) script: &'static str,
     pub(super) expect: Expect,
     pub(super) mem: &'static str,
     pub(super) cpus: u32,
-    /// Part of the short run that CI does.
+    /// True if the program is part of CI's short run.
     pub(super) quick: bool,
 }
 
-/// Where i386 busybox is put below `$OPT`.
+/// Where the i386 busybox is below `$OPT`.
 pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 
-/// A module of Debian's cloud kernel, found below `$OPT`; its program boots that kernel.
+/// A module of Debian's cloud kernel, which is found below `$OPT`. Its program boots that kernel.
 pub(super) const MODULE: &str = "dummy.ko";
 
-/// What needs Debian's full kernel: the cloud kernel has no 16-bit segments.
+/// Programs that need Debian's full kernel, because the cloud kernel has no 16-bit segments.
 pub(super) const FULL_KERNEL: [&str; 1] = ["segments"];
 
 const PYTHON: &[&str] = &[
@@ -82,7 +81,7 @@ const GCC: &[&str] = &[
     "/usr/include/linux",
 ];
 
-/// All of them.
+/// All programs of the suite.
 pub(super) const PROGRAMS: &[Program] = &[
     Program {
         name: "openssl",
@@ -369,7 +368,7 @@ $SIG{ALRM} = sub { print "alarm\n" }; alarm 1; select undef, undef, undef, 5;
         cpus: 2,
         quick: true,
     },
-    // Code that is never writable where it executes, as .NET's.
+    // Code that is never writable where it is executed, as in .NET.
     Program {
         name: "generated-code",
         packages: &["libc6-dev"],
@@ -391,7 +390,7 @@ $SIG{ALRM} = sub { print "alarm\n" }; alarm 1; select undef, undef, undef, 5;
         cpus: 2,
         quick: true,
     },
-    // Guests have protection keys on every host, so the program knows itself what is right.
+    // Guests have protection keys on every host, so the program itself knows the right results.
     Program {
         name: "protection-keys",
         packages: &["libc6-dev"],
@@ -540,7 +539,8 @@ END
         cpus: 2,
         quick: false,
     },
-    // Counters: what two runs differ by is exact; an overflow after each so many instructions is a sample; cycles have some.
+    // The counters of two runs differ by exact numbers; an overflow after a fixed number of instructions takes a
+    // sample; and cycles are counted.
     Program {
         name: "perf",
         packages: &["linux-perf"],
@@ -562,7 +562,7 @@ END
         cpus: 2,
         quick: true,
     },
-    // A recording is replayed to the conditional branch: threads that race print what they have printed.
+    // A recording is replayed to the conditional branch: threads that race print again what they have printed.
     Program {
         name: "rr",
         packages: &["rr"],

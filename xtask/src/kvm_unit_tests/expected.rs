@@ -1,10 +1,10 @@
-//! What becomes of the entries that do not simply pass, and why.
+//! The results of entries that do not simply pass, and why.
 
-/// What becomes of an entry.
+/// The expected result of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Expect {
     Passes,
-    /// It skips itself, as on hardware without what the reason names.
+    /// The entry skips itself, as on hardware without what the reason names.
     Skips(&'static str),
     Fails(&'static str),
 }
@@ -14,7 +14,7 @@ const NESTED: &str = "no nested virtualization";
 const LBR: &str = "no last-branch records";
 const PEBS: &str = "no PEBS";
 
-/// By name; a name that ends with `*` is all that begin so.
+/// Exceptions by name. A name that ends with `*` stands for all names with this begin.
 const EXCEPTIONS: &[(&str, Expect)] = &[
     (
         "asyncpf",
@@ -35,19 +35,19 @@ const EXCEPTIONS: &[(&str, Expect)] = &[
     ("vmx*", Skips(NESTED)),
 ];
 
-/// In a suite of 64 bits.
+/// The reason in a suite of 64 bits.
 const EMULATOR: &str = "AMD's processors take a far jump by a pointer in memory as 32 bits also with REX.W, and \
     so do KVM's guests but where the pointer is in a device's memory, as here; up to there, and with \
     vendor=GenuineIntel, all passes";
 
-/// What it depends on of the host.
+/// Features of the host that results depend on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Host {
     pub(super) is_amd: bool,
 }
 
 impl Host {
-    /// By the text of /proc/cpuinfo.
+    /// Finds the features in the text of /proc/cpuinfo.
     pub(super) fn of(cpuinfo: &str) -> Self {
         let has = |word: &str| cpuinfo.split_whitespace().any(|w| w == word);
         Self {
@@ -56,7 +56,7 @@ impl Host {
     }
 }
 
-/// What is expected of the entry, of 32 or 64 bits.
+/// Returns the expected result of the entry, in a suite of 32 or 64 bits.
 pub(super) fn expectation(name: &str, bits: u32, host: Host) -> Expect {
     match name {
         "emulator" if bits == 64 && host.is_amd => return Fails(EMULATOR),

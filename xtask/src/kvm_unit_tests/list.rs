@@ -1,4 +1,4 @@
-//! The suite's list, `x86/unittests.cfg`: a section for each entry.
+//! The suite's list, `x86/unittests.cfg`, which has a section for each entry.
 
 use std::{fs, path::Path};
 
@@ -6,26 +6,26 @@ use std::{fs, path::Path};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) name: String,
-    /// The program, in the list's folder.
+    /// The program's file, in the list's folder.
     pub(super) file: String,
-    /// Processors; an expression of the shell's.
+    /// The number of processors, as an expression for the shell.
     pub(super) smp: String,
-    /// For QEMU, and for the program: words of the shell's.
+    /// Words for the shell: for QEMU, and for the program.
     pub(super) parameters: String,
     pub(super) arguments: String,
-    /// Seconds.
+    /// Time limit in seconds.
     pub(super) timeout: u64,
     groups: String,
     arch: String,
 }
 
 impl Entry {
-    /// Left out by the suite itself unless it is named.
+    /// Returns true if the suite itself runs the entry only if it is named.
     pub(super) fn is_manual(&self) -> bool {
         self.groups.split_whitespace().any(|g| g == "nodefault")
     }
 
-    /// It is in a suite built for so many bits.
+    /// Returns true if the entry is in a suite of so many bits.
     pub(super) fn is_for(&self, bits: u32) -> bool {
         match self.arch.as_str() {
             "x86_64" => bits == 64,
@@ -35,7 +35,7 @@ impl Entry {
     }
 }
 
-/// The entries in order. What a host's own KVM would have to be set up like is not asked: it is not there.
+/// Returns the entries in order. Conditions on the host's own KVM are ignored, as there is none.
 pub(super) fn parse(text: &str) -> Vec<Entry> {
     let mut entries: Vec<Entry> = Vec::new();
     for line in text.lines().map(str::trim) {
@@ -69,7 +69,7 @@ pub(super) fn parse(text: &str) -> Vec<Entry> {
     entries
 }
 
-/// What the suite in the folder was configured for.
+/// Returns for how many bits the suite in the folder was configured.
 pub(super) fn bits(folder: &Path) -> Result<u32, String> {
     let path = folder.join("config.mak");
     let text = fs::read_to_string(&path)

@@ -1,8 +1,8 @@
 //! `cargo xtask kvm-unit-tests FOLDER [--engine interp] [--tcg] [NAME…]`: the x86 suite of kvm-unit-tests, built in
 //! FOLDER by its own configure and make, under Debian's QEMU through `anykvm exec`.
 //!
-//! Every entry of its list has to pass but for those that [`expected`] names, which have to end as that says.
-//! `--tcg` runs the same under QEMU's own emulation, for comparison: nothing is expected of that.
+//! Every entry of its list has to pass, except those that [`expected`] names, which have to end as that says. `--tcg`
+//! runs the suite under QEMU's own emulation, to compare; any result is accepted there.
 
 mod expected;
 mod list;
@@ -18,15 +18,15 @@ use clap::{Args, ValueEnum};
 use expected::{Expect, Host, expectation};
 use list::Entry;
 
-/// A busy host is slow, and nothing of this is a measurement: the list's own limits are for real hardware.
+/// Minimum time limit. The list's own limits are for real hardware, and this host may be busy.
 const LEAST_LIMIT: Duration = Duration::from_secs(300);
-/// Some tests of timers fail where their vCPU waits for a processor of a busy host.
+/// How often a test is tried. Some tests of timers fail if their vCPU has to wait for a processor of a busy host.
 const ATTEMPTS: u32 = 3;
-/// How QEMU ends for what a test writes to its exit device: 0, the library's "all skipped", and anything else.
+/// QEMU's exit status by what a test writes to its exit device: 0, and the library's "all skipped".
 const PASSED: i32 = 1;
 const SKIPPED: i32 = 77;
 
-/// What executes the guest.
+/// The engine that executes the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Engine {
     Jit,
@@ -35,7 +35,7 @@ enum Engine {
     Tcg,
 }
 
-/// How a test ended.
+/// The result of a test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Outcome {
     Pass,
@@ -45,7 +45,7 @@ enum Outcome {
     Fail(String),
 }
 
-/// What of the suite, and on what.
+/// Options of `kvm-unit-tests`.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// What executes the guest.
@@ -152,7 +152,7 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
     }
 }
 
-/// The machine that this is.
+/// Returns the features of this machine.
 fn this_host() -> Result<Host, String> {
     const PLACE: &str = "/proc/cpuinfo";
     let text = fs::read_to_string(PLACE).map_err(|e| format!("{PLACE}: {e}"))?;
@@ -170,7 +170,7 @@ fn judge(expect: Expect, outcome: &Outcome) -> Result<(), String> {
     }
 }
 
-/// Runs a test as the suite's own scripts do. What the list has for QEMU is for a shell.
+/// Runs a test as the suite's own scripts do. A shell expands the words that the list has for QEMU.
 fn run_one(
     anykvm: &Path,
     folder: &Path,
@@ -205,7 +205,7 @@ fn run_one(
         .args(["-c", &script])
         .env("ANYKVM", anykvm)
         .env("KERNEL", folder.join("x86").join(&entry.file))
-        // As the scripts have it by default.
+        // This is the scripts' default.
         .env("MAX_SMP", "4")
         .stdin(Stdio::null())
         .stdout(output)
@@ -220,7 +220,7 @@ fn run_one(
     Ok(outcome(status.code(), &String::from_utf8_lossy(&text)))
 }
 
-/// QEMU ends with 1 also when it cannot start; a test has then printed nothing.
+/// Returns a test's result. QEMU also ends with 1 if it cannot start, but then the test has printed nothing.
 fn outcome(status: Option<i32>, output: &str) -> Outcome {
     let last = |wanted: &str| {
         let mut lines = output.lines().rev();

@@ -1,11 +1,11 @@
-//! Every source file opens with `//!`, stays under the size limit, and `unsafe`
-//! is forbidden by attribute in all crates but the named ones.
+//! Every source file begins with `//!` and stays under the size limit. An attribute forbids `unsafe` in all crates
+//! except the named ones.
 
 use std::path::Path;
 
 use super::{read, sources};
 
-/// Most lines of a file, in-file tests not counted.
+/// Maximum number of lines of a file, without in-file tests.
 const MAX_LINES: usize = 800;
 
 /// Crates that may contain `unsafe`; ARCHITECTURE.md says why each one needs it.

@@ -1,10 +1,10 @@
-//! A crate depends only on crates of lower layers (the table of ARCHITECTURE.md).
+//! A crate depends only on crates of lower layers (the table in ARCHITECTURE.md).
 
 use std::path::Path;
 
 use super::read;
 
-/// Crates by layer, lowest first. Tools (`testkit`, `fuzzing`, `xtask`) may use any.
+/// Crates by layer, from the lowest up. Tools (`testkit`, `fuzzing`, `xtask`) may use all of them.
 const LAYERS: &[&[&str]] = &[
     &["x86-defs", "engine-frame", "host"],
     &["guest-memory", "x86-cpu", "irqchip", "pmu"],

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::read;
 
-/// Documents that have to be there.
+/// Documents that have to exist.
 const DOCUMENTS: &[&str] = &[
     "README.md",
     "ARCHITECTURE.md",

@@ -1,9 +1,8 @@
-//! `cargo xtask tidy`: what rustc and clippy do not check.
+//! `cargo xtask tidy`: checks that rustc and clippy do not make.
 //!
-//! File documentation, file sizes, which crates may contain `unsafe`, edges
-//! between layers, links in the documents, names, orphaned files, reminders,
-//! the list of quirks, and what is known and may only become less (`ratchet`).
-//! One file per lint.
+//! File documentation, file sizes, which crates may contain `unsafe`, edges between layers, links in the documents,
+//! names, orphaned files, reminders, the list of quirks, and known findings that may only become fewer (`ratchet`).
+//! Each lint is a file.
 
 mod files;
 mod layers;
@@ -16,7 +15,7 @@ mod reminders;
 
 use std::path::{Path, PathBuf};
 
-/// The workspace's root.
+/// Returns the workspace's root.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
@@ -24,7 +23,7 @@ pub(crate) fn root() -> PathBuf {
         .to_path_buf()
 }
 
-/// Runs every lint and lists all that it finds.
+/// Runs every lint, and lists all findings.
 pub(crate) fn run() -> Result<(), String> {
     let root = root();
     let mut findings = files::check(&root)?;
@@ -45,12 +44,12 @@ pub(crate) fn run() -> Result<(), String> {
     ))
 }
 
-/// A file's text, or an error that names it.
+/// Returns a file's text. The error names the file.
 fn read(path: &Path) -> Result<String, String> {
     std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Every Rust source file of the workspace, sorted.
+/// Returns every Rust source file of the workspace, sorted.
 fn sources(root: &Path) -> Result<Vec<PathBuf>, String> {
     let mut files = Vec::new();
     let mut dirs = vec![root.join("crates"), root.join("xtask")];

@@ -1,11 +1,10 @@
-//! Crates, folders and files are named after things of the domain, never after
-//! the lack of a better name.
+//! Crates, folders and files are named after things of the domain, and not by words without a meaning.
 
 use std::path::Path;
 
 use super::sources;
 
-/// Words that say nothing.
+/// Words without a meaning.
 const FORBIDDEN: &[&str] = &[
     "util", "utils", "common", "base", "misc", "helper", "helpers", "manager",
 ];

@@ -1,4 +1,4 @@
-//! Every `.rs` file is reached by a `mod` item: rustc never sees one that is not.
+//! Every `.rs` file is declared by a `mod` item: rustc does not see a file that is not.
 
 use std::path::Path;
 
@@ -23,8 +23,8 @@ pub(super) fn check(root: &Path) -> Result<Vec<String>, String> {
     Ok(findings)
 }
 
-/// The module that a file below `src` is, and the files that may declare it.
-/// Roots of crates, tests, benches and examples are declared by cargo.
+/// Returns the module that a file below `src` contains, and the files that may declare it. Cargo declares the roots of
+/// crates, tests, benches and examples.
 fn module_of(path: &Path) -> Option<(String, Vec<std::path::PathBuf>)> {
     let stem = path.file_stem()?.to_str()?;
     let mut dir = path.parent()?;

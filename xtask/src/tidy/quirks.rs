@@ -1,5 +1,4 @@
-//! `docs/quirks.md` lists every deviation marked in the code, and nothing else.
-//! `cargo xtask docs` writes it.
+//! `docs/quirks.md` lists every deviation that is marked in the code, and nothing else. `cargo xtask docs` writes it.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -36,7 +35,7 @@ fn document(root: &Path) -> Result<String, String> {
             continue;
         }
         let name = path.strip_prefix(root).unwrap_or(&path).display();
-        // Writing to a string cannot fail.
+        // A write to a string cannot fail.
         let _ = write!(text, "\n[{name}](../{name}):\n\n");
         for quirk in quirks {
             let _ = writeln!(text, "- {quirk}");
@@ -45,7 +44,7 @@ fn document(root: &Path) -> Result<String, String> {
     Ok(text)
 }
 
-/// The text of each marked comment: to the end of its paragraph.
+/// Returns the text of each marked comment, up to the end of its paragraph.
 fn quirks(text: &str) -> Vec<String> {
     let marker = concat!("DEVIA", "TION: ");
     let mut found = Vec::new();

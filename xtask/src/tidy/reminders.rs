@@ -1,4 +1,4 @@
-//! No reminders in the code: what is missing is an issue, or documented as missing.
+//! There are no reminders in the code: what is missing is documented as missing.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ pub(super) fn check(root: &Path) -> Result<Vec<String>, String> {
 }
 
 fn check_text(name: &str, text: &str) -> Vec<String> {
-    // Spelled in halves, so that this file does not find itself.
+    // The words are in halves, so that this file does not find itself.
     let words = [
         concat!("TO", "DO"),
         concat!("FIX", "ME"),

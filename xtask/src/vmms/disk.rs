@@ -1,5 +1,4 @@
-//! A disk image that the firmware boots: an MBR, one FAT partition with SYSLINUX, the kernel
-//! and the initramfs.
+//! A disk image that the firmware boots: an MBR, and one FAT partition with SYSLINUX, the kernel and the initramfs.
 
 use std::{
     fs,

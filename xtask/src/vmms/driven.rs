@@ -14,9 +14,9 @@ use std::{
 use super::{Setup, guest::GOOD};
 use crate::tool::tool;
 
-/// How long a machine may say nothing of what is waited for, besides the time for which it waits for a processor.
+/// How long a machine may not print what is waited for. Time in which it waits for a processor does not count.
 const PATIENCE: Duration = Duration::from_secs(100);
-/// Of that time: beyond it the host is too busy.
+/// Maximum of that time together with waits for a processor. Beyond it, the host is too busy.
 const PATIENCE_WITH_HOST: Duration = Duration::from_secs(500);
 
 /// A running QEMU with its serial port's lines and its monitor.
@@ -25,7 +25,7 @@ struct Machine {
     lines: Receiver<String>,
     monitor: PathBuf,
     since: Instant,
-    /// [`Machine::waited`] then.
+    /// The value of [`Machine::waited`] when patience began.
     waited: Duration,
 }
 
@@ -46,7 +46,7 @@ impl Machine {
         let output = child.stdout.take().ok_or("no output")?;
         std::thread::spawn(move || {
             for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
-                // Nobody listens any more when the case is over.
+                // If nobody listens any more, the case is over.
                 let _ = sender.send(String::from_utf8_lossy(&line).trim().to_owned());
             }
         });
@@ -59,19 +59,20 @@ impl Machine {
         })
     }
 
-    /// Patience begins again.
+    /// Begins the patience again.
     fn be_patient(&mut self) {
         self.since = Instant::now();
         self.waited = self.waited();
     }
 
-    /// What is left of it.
+    /// Returns how much of the patience is left.
     fn left(&self) -> Duration {
         let waited = self.waited().saturating_sub(self.waited);
         (PATIENCE + waited.min(PATIENCE_WITH_HOST)).saturating_sub(self.since.elapsed())
     }
 
-    /// How long the thread that had to most has waited for a processor (Documentation/scheduler/sched-stats.rst).
+    /// Returns how long the thread that had to wait most has waited for a processor
+    /// (Documentation/scheduler/sched-stats.rst).
     fn waited(&self) -> Duration {
         let Ok(tasks) = fs::read_dir(format!("/proc/{}/task", self.child.id())) else {
             return Duration::ZERO;
@@ -83,7 +84,7 @@ impl Machine {
         Duration::from_nanos(waited.max().unwrap_or(0))
     }
 
-    /// The next line that contains `text`.
+    /// Returns the next line that contains `text`.
     fn wait_for(&self, text: &str) -> Result<String, String> {
         let mut last = String::new();
         loop {
@@ -91,21 +92,21 @@ impl Machine {
                 Ok(line) if line.contains(text) => return Ok(line),
                 Ok(line) if line.contains("GUEST-IS-BAD") => return Err(line),
                 Ok(line) => last = line,
-                // It may have waited for a processor meanwhile.
+                // The machine may have waited for a processor meanwhile.
                 Err(RecvTimeoutError::Timeout) if !self.left().is_zero() => {}
                 Err(_) => return Err(format!("no '{text}' after '{last}'")),
             }
         }
     }
 
-    /// The number behind the next "tick".
+    /// Returns the number behind the next "tick".
     fn tick(&self) -> Result<u64, String> {
         let line = self.wait_for("tick ")?;
         let number = line.rsplit(' ').next().and_then(|n| n.parse().ok());
         number.ok_or(line)
     }
 
-    /// Gives the monitor a command; its answer.
+    /// Sends the monitor a command. Returns its answer.
     fn monitor(&self, command: &str) -> Result<String, String> {
         let failed = |e: std::io::Error| format!("monitor, {command}: {e}");
         let mut stream = UnixStream::connect(&self.monitor).map_err(failed)?;
@@ -118,7 +119,7 @@ impl Machine {
         prompt.read(&mut stream).map_err(failed)
     }
 
-    /// Waits for the process's end; its status.
+    /// Waits for the process's end. Returns an error if it has failed.
     fn wait(mut self) -> Result<(), String> {
         while !self.left().is_zero() {
             if let Some(status) = self.child.try_wait().map_err(|e| e.to_string())? {
@@ -136,13 +137,13 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A failed case leaves it running.
+        // A case that fails leaves the process running.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// What the monitor says up to its prompt.
+/// Collects what the monitor prints, up to its prompt.
 #[derive(Default)]
 struct Prompt {
     text: Vec<u8>,
@@ -172,21 +173,21 @@ fn expect(text: &str, part: &str) -> Result<(), String> {
     }
 }
 
-/// `info`, `stop`, `cont`, memory, `system_reset`, `nmi`, `quit`.
+/// Tests `info`, `stop`, `cont`, memory, `system_reset`, `nmi` and `quit`.
 pub(super) fn monitor(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     let machine = Machine::start(setup, arguments, "ticks")?;
     machine.tick()?;
     expect(&machine.monitor("info kvm")?, "kvm support: enabled")?;
     let registers = machine.monitor("info registers -a")?;
     expect(&registers, "CPU#1")?;
-    // Long mode, paging, protection: the kernel runs.
+    // The CPU is in long mode with paging and protection: the kernel runs.
     expect(&registers, "EFER=0000000000000d01")?;
     expect(&machine.monitor("info mem")?, "rw")?;
     expect(&machine.monitor("info lapic")?, "LVTT")?;
     expect(&machine.monitor("info cpus")?, "CPU #1")?;
     machine.monitor("stop")?;
     expect(&machine.monitor("info status")?, "paused")?;
-    // What was on its way through the serial port.
+    // These lines were on their way through the serial port.
     while machine
         .lines
         .recv_timeout(Duration::from_millis(500))
@@ -200,7 +201,7 @@ pub(super) fn monitor(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     if machine.tick()? != before + 1 {
         return Err("ticks were lost".into());
     }
-    // The boot sector's signature, written and read back through QEMU.
+    // The reset vector's first byte is read through QEMU.
     expect(&machine.monitor("xp /2xb 0xffff0")?, "0xea")?;
     machine.monitor("system_reset")?;
     machine.wait_for("tick 0")?;
@@ -210,7 +211,7 @@ pub(super) fn monitor(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     machine.wait()
 }
 
-/// `savevm` and `loadvm`, twice; the guest goes on where it was.
+/// Tests `savevm` and `loadvm`, twice. The guest goes on where it was.
 pub(super) fn snapshot(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     let disk = setup.dir.join("snapshots.qcow2");
     tool(
@@ -233,7 +234,7 @@ pub(super) fn snapshot(setup: &Setup, arguments: &[&str]) -> Result<(), String> 
         machine.monitor(&format!("loadvm {name}"))?;
         let mut last = machine.tick()?;
         while last >= saved + 20 {
-            // Lines of before.
+            // These lines were printed before.
             last = machine.tick()?;
         }
         let next = machine.tick()?;
@@ -244,12 +245,12 @@ pub(super) fn snapshot(setup: &Setup, arguments: &[&str]) -> Result<(), String> 
     Ok(())
 }
 
-/// Migration to a file, and from it into another process; the guest goes on where it was.
+/// Tests migration to a file, and from it into another process. The guest goes on where it was.
 pub(super) fn migration(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     let state = setup.dir.join("state");
     let machine = Machine::start(setup, arguments, "ticks")?;
     while machine.tick()? < 10 {}
-    // The guest runs on while its memory is saved: dirty pages are sent again.
+    // The guest runs while its memory is saved, so dirty pages are sent again.
     machine.monitor("migrate_set_parameter max-bandwidth 100M")?;
     machine.monitor(&format!("migrate -d \"exec:cat > {}\"", state.display()))?;
     loop {
@@ -287,9 +288,9 @@ pub(super) fn migration(setup: &Setup, arguments: &[&str]) -> Result<(), String>
     Ok(())
 }
 
-/// Breakpoints of a debugger in the kernel, in software and in hardware, a watchpoint, steps.
+/// Tests a debugger's breakpoints in the kernel, in software and in hardware, a watchpoint, and steps.
 pub(super) fn debugger(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
-    // A port that is free now.
+    // The port is free now.
     let port = TcpListener::bind("127.0.0.1:0")
         .and_then(|l| l.local_addr())
         .map_err(|e| e.to_string())?
@@ -308,7 +309,7 @@ pub(super) fn debugger(setup: &Setup, arguments: &[&str]) -> Result<(), String> 
     }
     machine.tick()?;
     let symbol = |name: &str| symbols.get(name).cloned().ok_or(format!("no {name}"));
-    // The guest sleeps and writes; the tick counts jiffies.
+    // The guest sleeps and writes in turn; each tick counts jiffies.
     let (sleep, write, jiffies) = (
         symbol("hrtimer_nanosleep")?,
         symbol("ksys_write")?,
@@ -351,7 +352,7 @@ pub(super) fn debugger(setup: &Setup, arguments: &[&str]) -> Result<(), String> 
     expect(&text, "Hardware watchpoint")?;
     expect(&text, "Old value")?;
     expect(&text, "WATCHED")?;
-    // It goes on afterwards.
+    // The guest goes on afterwards.
     let tick = machine.tick()?;
     while machine.tick()? < tick + 10 {}
     Ok(())
@@ -365,7 +366,7 @@ pub(super) fn reboots_50(setup: &Setup, arguments: &[&str]) -> Result<(), String
     reboots(setup, arguments, 50)
 }
 
-/// The guest checks its machine and reboots itself.
+/// Runs a guest that checks its machine and reboots itself.
 fn reboots(setup: &Setup, arguments: &[&str], count: u32) -> Result<(), String> {
     let mut machine = Machine::start(setup, arguments, "again")?;
     for number in 1..=count {

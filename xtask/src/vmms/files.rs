@@ -1,12 +1,12 @@
-//! [`Files`]: what a VMM that Debian has no package of is given to run.
+//! [`Files`]: what a VMM without a Debian package is given to run.
 
 use std::{path::PathBuf, process::Command};
 
-/// What a run has.
+/// The files of a run.
 pub(super) struct Files {
     pub(super) anykvm: PathBuf,
     pub(super) program: PathBuf,
-    /// Debian's, and the ELF file in it.
+    /// Debian's kernel, and the ELF file in it.
     pub(super) kernel: PathBuf,
     pub(super) vmlinux: PathBuf,
     pub(super) initrd: PathBuf,
@@ -15,7 +15,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// The VMM under `anykvm exec`, in the folder of its own.
+    /// Returns a command of the VMM under `anykvm exec`, in the run's folder.
     pub(super) fn command(&self) -> Command {
         let mut command = Command::new(&self.anykvm);
         command.args(["exec", "--"]).arg(&self.program);

@@ -1,5 +1,5 @@
-//! What runs in the VMMs' guests: an initramfs with busybox, the modules that the cases need, and
-//! a script that checks the machine; and what it checks against.
+//! The guest of the VMMs: an initramfs with busybox, the modules that the cases need, and a script that checks the
+//! machine; and what the script checks against.
 
 use std::{
     collections::BTreeMap,
@@ -16,10 +16,10 @@ use crate::tool::tool;
 
 /// The kernel's command line.
 pub(super) const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 nokaslr";
-/// What the guest prints last if everything was as expected.
+/// The line that the guest prints last if everything was as expected.
 pub(super) const GOOD: &str = "GUEST-IS-GOOD";
 
-/// Drivers of the devices that cases use, with what they depend on; a kernel need not have all.
+/// Drivers of the cases' devices, with those that they depend on. A kernel need not have all of them.
 const MODULES: &[&str] = &[
     "virtio_pci",
     "virtio_mmio",
@@ -37,12 +37,12 @@ const MODULES: &[&str] = &[
     "9p",
 ];
 
-/// Bytes of `data.img`.
+/// Size of `data.img` in bytes.
 const DATA: usize = 4 << 20;
-/// Bytes that the server sends.
+/// Number of bytes that the server sends.
 const SERVED: usize = 100 << 20;
 
-/// Repeatable bytes without structure.
+/// Returns bytes without structure, which are the same for the same seed.
 fn bytes(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed;
     let mut out = Vec::with_capacity(len);
@@ -57,12 +57,12 @@ fn bytes(seed: u64, len: usize) -> Vec<u8> {
     out
 }
 
-/// The disk's content.
+/// Returns the disk's content.
 pub(super) fn data() -> Vec<u8> {
     bytes(0x1234_5678_9abc_def1, DATA)
 }
 
-/// Serves the same bytes to everybody, over HTTP.
+/// A server that sends the same bytes to every client, over HTTP.
 pub(super) struct Server {
     port: u16,
 }
@@ -71,7 +71,7 @@ impl Server {
     pub(super) fn start() -> Result<Self, String> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|e| e.to_string())?;
         let port = listener.local_addr().map_err(|e| e.to_string())?.port();
-        // It ends with the process; a client that goes away early is no error.
+        // The thread ends with the process. A client may close its connection early.
         std::thread::spawn(move || {
             for client in listener.incoming().flatten() {
                 let mut client = client;
@@ -89,7 +89,7 @@ impl Server {
     }
 }
 
-/// A C program for guests.
+/// Compiles a C program for guests.
 pub(super) fn compiled(source: &str, dir: &Path) -> Result<Vec<u8>, String> {
     let program = dir.join("program");
     let file = program.with_extension("c");
@@ -99,7 +99,7 @@ pub(super) fn compiled(source: &str, dir: &Path) -> Result<Vec<u8>, String> {
     fs::read(&program).map_err(|e| format!("{}: {e}", program.display()))
 }
 
-/// Writes the initramfs of a case for a machine with so many processors and MiB; its path.
+/// Writes the initramfs of a case, for a machine with so many processors and MiB. Returns its path.
 pub(super) fn initramfs(
     kernel: &Path,
     dir: &Path,
@@ -123,7 +123,7 @@ pub(super) fn initramfs(
         archive.file(&format!("m/{number}"), &content, 0o644);
         insert += &format!("insmod /m/{number}\n");
     }
-    // A tenth of the memory is the kernel's own, and more of a small one.
+    // The kernel takes a tenth of the memory for itself, and more of a small one.
     let least = (mem_mib - mem_mib / 10).saturating_sub(40) << 10;
     let sum = |data: &[u8]| host_sum(data);
     let script = format!(
@@ -149,8 +149,8 @@ pub(super) fn initramfs(
     Ok(path)
 }
 
-/// What the guest does, by the kernel's command line: check and power off; `ticks`: count;
-/// `live=MIB,PAGES`: write memory on each processor, and count; `again`: check and reboot.
+/// The guest's work, by the kernel's command line: check and power off; `ticks`: count; `live=MIB,PAGES`: write memory
+/// on each processor, and count; `again`: check and reboot.
 const RUN: &str = "\
 case $(cat /proc/cmdline) in
 *live=*) how=$(sed 's/.*live=\\([0-9]*\\),\\([0-9]*\\).*/\\1 \\2/' /proc/cmdline)
@@ -167,7 +167,7 @@ esac
 poweroff -f
 ";
 
-/// The SHA-256 of bytes, by the host's program.
+/// Returns the SHA-256 of bytes, by the host's program.
 fn host_sum(data: &[u8]) -> String {
     let mut child = Command::new("sha256sum");
     child.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -175,7 +175,7 @@ fn host_sum(data: &[u8]) -> String {
         return String::new();
     };
     if let Some(mut input) = child.stdin.take() {
-        // What is missing shows in the sum.
+        // If bytes are missing, the sum differs.
         let _ = input.write_all(data);
     }
     let output = child
@@ -185,7 +185,7 @@ fn host_sum(data: &[u8]) -> String {
     String::from_utf8_lossy(&output).chars().take(64).collect()
 }
 
-/// The files of these modules, and of those that they depend on before them; a kernel need not have them.
+/// Returns the files of these modules, each behind those that it depends on. A kernel need not have them.
 pub(crate) fn modules(kernel: &Path, names: &[&str]) -> Result<Vec<PathBuf>, String> {
     let release = kernel.file_name().unwrap_or_default().to_string_lossy();
     let release = release.trim_start_matches("vmlinuz-").to_owned();
@@ -217,7 +217,7 @@ fn add(
     out: &mut Vec<PathBuf>,
 ) -> Result<(), String> {
     let Some(path) = known.get(name) else {
-        // Built in, or not there.
+        // The module is built in, or does not exist.
         return Ok(());
     };
     if out.contains(path) {
@@ -237,7 +237,7 @@ fn add(
     Ok(())
 }
 
-/// A cpio archive in the kernel's "newc" form.
+/// A cpio archive in the kernel's "newc" format.
 #[derive(Default)]
 pub(crate) struct Archive {
     bytes: Vec<u8>,
@@ -245,12 +245,12 @@ pub(crate) struct Archive {
 }
 
 impl Archive {
-    /// A folder.
+    /// Adds a folder.
     pub(crate) fn folder(&mut self, name: &str) {
         self.entry(name, 0o040_755, &[], (0, 0));
     }
 
-    /// A file; without permissions, the console device.
+    /// Adds a file; without permissions, the console device.
     pub(crate) fn file(&mut self, name: &str, content: &[u8], permissions: u32) {
         if permissions == 0 {
             self.entry(name, 0o020_600, &[], (5, 1));
@@ -292,14 +292,14 @@ impl Archive {
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 
-    /// Its bytes.
+    /// Returns the archive's bytes.
     pub(crate) fn end(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, &[], (0, 0));
         self.bytes
     }
 }
 
-/// Whether a guest checked its machine, was content and powered off.
+/// Returns an error unless the guest has checked its machine, found everything right, and powered off.
 pub(super) fn verdict(outcome: &Outcome) -> Result<(), String> {
     let text = outcome.text();
     let tail: Vec<&str> = text.lines().rev().take(15).collect();

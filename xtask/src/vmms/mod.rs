@@ -1,8 +1,8 @@
 //! `cargo xtask vmms [--all | --quick] [--times N] [--tcg] [NAME…]`: unmodified VMMs under `anykvm exec`.
 //!
-//! Debian's QEMU boots Debian's kernel on each machine type, CPU model, interrupt controller and
-//! firmware, and the guest checks what it was given: CPUs, memory, disks, network. QEMU's own
-//! monitor, its snapshots, its debugger stub and reboots are driven from outside (`driven`), and it is migrated while it runs (`live`). Other VMMs: `others`.
+//! Debian's QEMU boots Debian's kernel on each machine type, CPU model, interrupt controller and firmware, and the
+//! guest checks what it was given: CPUs, memory, disks, network. QEMU's own monitor, its snapshots, its debugger stub
+//! and reboots are driven from outside (`driven`), and it is migrated while it runs (`live`). Other VMMs: `others`.
 
 mod disk;
 mod driven;
@@ -25,7 +25,7 @@ use testkit::boot::run_limited;
 
 pub(crate) use guest::{Archive, modules};
 
-/// What QEMU and its helpers are in Debian.
+/// Debian packages with QEMU and its helpers.
 const PACKAGES: &[&str] = &[
     "busybox-static",
     "gcc",
@@ -38,10 +38,10 @@ const PACKAGES: &[&str] = &[
     "qemu-utils",
     "syslinux",
 ];
-/// Time for any of them on a busy host.
+/// Time limit of a case on a busy host.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// How much of the matrix a case belongs to.
+/// The part of the matrix that a case belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Part {
     /// `--quick`, part of CI.
@@ -58,13 +58,13 @@ use Part::{All, Normal, Quick};
 enum Run {
     /// `-kernel` and `-initrd` of Debian's cloud kernel.
     Cloud,
-    /// As `Cloud`, of the full kernel.
+    /// `-kernel` and `-initrd` of Debian's full kernel.
     Full,
     /// From a disk image with a boot loader, which the arguments name as drive `boot`.
     Disk,
-    /// Something that takes commands.
+    /// A function that sends QEMU commands.
     Driven(fn(&Setup, &[&str]) -> Result<(), String>),
-    /// As `Driven`, with a program that writes memory.
+    /// A function that sends QEMU commands, with a program in the guest that writes memory.
     Live(fn(&Setup, &[&str]) -> Result<(), String>),
 }
 
@@ -74,7 +74,7 @@ struct Case {
     name: &'static str,
     part: Part,
     run: Run,
-    /// QEMU's arguments, separated by spaces. `{dir}`: a folder for the case; `{port}`: that of a
+    /// QEMU's arguments, separated by spaces. `{dir}` stands for a folder of the case, and `{port}` for the port of a
     /// file server.
     arguments: &'static str,
     cpus: u32,
@@ -83,11 +83,11 @@ struct Case {
     append: &'static str,
     /// Commands of the guest's shell; the case passes if they all do.
     check: &'static str,
-    /// What a QEMU says that has given the options up.
+    /// What a QEMU prints that does not have these options any more.
     refusal: Option<&'static str>,
 }
 
-/// QEMU's words, which do not depend on what KVM offers: since 10.0 it uses KVM with KVM's own LAPICs only.
+/// QEMU's message, which does not depend on what KVM offers: since 10.0 it uses KVM only with KVM's own LAPICs.
 const NO_USER_APIC: &str = "KVM does not support userspace APIC";
 
 const fn qemu(name: &'static str, part: Part, arguments: &'static str) -> Case {
@@ -104,7 +104,7 @@ const fn qemu(name: &'static str, part: Part, arguments: &'static str) -> Case {
     }
 }
 
-/// A migration of a running guest with two processors.
+/// Makes a case of a running guest with two processors that is migrated.
 const fn live(
     name: &'static str,
     part: Part,
@@ -118,13 +118,13 @@ const fn live(
     }
 }
 
-/// The guest's view of a disk that is equal to `{dir}/data.img`.
+/// The guest's check of a disk that is equal to `{dir}/data.img`.
 const SAME_DISK: &str = "same $(cat $(ls /dev/vda /dev/sda /dev/nvme0n1) | sum) $data";
 
-/// The kernel has found Hyper-V, and goes by its page of the reference time.
+/// The guest's check that its kernel has found Hyper-V, and uses its page of the reference time.
 const HYPERV: &str = "dmesg | grep 'Hypervisor detected: Microsoft Hyper-V' && same $(cat /sys/devices/system/clocksource/clocksource0/current_clocksource) hyperv_clocksource_tsc_page";
 
-/// It also has its timers from there, and flushes the other processor's TLB by hypercalls.
+/// The guest's check that its kernel also uses Hyper-V's timers, and flushes the other processor's TLB by hypercalls.
 const HYPERV_TIMERS: &str = "dmesg | grep 'Hyper-V: Using hypercall for remote TLB flush' && same $(sed 's/ /-/g' /sys/devices/system/clockevents/clockevent1/current_device) Hyper-V-clockevent";
 
 const CASES: &[Case] = &[
@@ -139,7 +139,7 @@ const CASES: &[Case] = &[
         ..qemu("4-cpus", Normal, "-cpu max")
     },
     qemu("microvm", Quick, "-M microvm"),
-    // Without ACPI the machine has nothing else to be reset by.
+    // Without ACPI, the machine can be reset in no other way.
     Case {
         append: "reboot=t",
         ..qemu("microvm-no-acpi", Normal, "-M microvm,acpi=off")
@@ -148,7 +148,7 @@ const CASES: &[Case] = &[
         cpus: 2,
         ..qemu("split-irqchip", Quick, "-M q35,kernel-irqchip=split")
     },
-    // More CPUs hang QEMU 7.2 itself: it never takes back CPU_INTERRUPT_SIPI without in-kernel APICs.
+    // With more CPUs, QEMU 7.2 itself hangs: it never clears CPU_INTERRUPT_SIPI without in-kernel APICs.
     Case {
         refusal: Some(NO_USER_APIC),
         ..qemu("no-irqchip", Quick, "-M pc,kernel-irqchip=off")
@@ -184,7 +184,7 @@ const CASES: &[Case] = &[
         cpus: 2,
         ..qemu("no-pv", Normal, "-cpu host,kvm=off,-x2apic")
     },
-    // As a Windows guest's command line has it; Linux prefers KVM's own interface.
+    // A Windows guest has this command line; Linux prefers KVM's own interface.
     qemu(
         "hyper-v",
         Normal,
@@ -382,12 +382,12 @@ const CASES: &[Case] = &[
     },
 ];
 
-/// What the command line says of live migrations.
+/// Options of live migrations.
 #[derive(Clone, Copy, Debug)]
 struct How {
-    /// In a row.
+    /// How often the guest is migrated in a row.
     times: u32,
-    /// Also with QEMU's own translator.
+    /// True if QEMU's own translator is timed, too.
     tcg: bool,
 }
 
@@ -395,7 +395,7 @@ struct How {
 #[derive(Clone)]
 struct Setup {
     anykvm: PathBuf,
-    /// `None`: QEMU's own.
+    /// The engine; `None` for QEMU's own translator.
     engine: Option<&'static str>,
     how: How,
     kernel: PathBuf,
@@ -406,12 +406,12 @@ struct Setup {
 }
 
 impl Setup {
-    /// `anykvm exec` of QEMU, without devices that a case does not ask for.
+    /// Returns `anykvm exec` of QEMU, without devices that a case does not ask for.
     fn command(&self, arguments: &[&str]) -> Command {
         self.command_through(&["exec"], arguments)
     }
 
-    /// The same with another command of anykvm's.
+    /// Returns the same with another command of anykvm.
     fn command_through(&self, through: &[&str], arguments: &[&str]) -> Command {
         let mut command;
         if let Some(engine) = self.engine {
@@ -433,7 +433,7 @@ impl Setup {
         command
     }
 
-    /// The same by QEMU's own translator; `arguments` may not name an accelerator then.
+    /// Returns a setup with QEMU's own translator. `arguments` must not name an accelerator then.
     fn with_tcg(&self) -> Self {
         Self {
             engine: None,
@@ -445,7 +445,7 @@ impl Setup {
         self.engine.map_or("TCG", |_| "anykvm")
     }
 
-    /// Boots the kernel directly, with `append` on its command line.
+    /// Adds the kernel, which is booted directly, with `append` on its command line.
     fn kernel(&self, command: &mut Command, append: &str) {
         command
             .arg("-kernel")
@@ -543,7 +543,7 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
 fn one(case: &Case, anykvm: &Path, engine: &'static str, how: How) -> Result<(), String> {
     let cache = crate::build::cache();
     let dir = cache.join("vmms").join(case.name);
-    // A leftover of the last run.
+    // The folder may be left over from the last run.
     let _ = std::fs::remove_dir_all(&dir);
     std::fs::create_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
     let kernel = match case.run {

@@ -1,4 +1,5 @@
-//! The case of processor models: QEMU starts those that any host with AVX2 and ADX has, with `enforce`, without a warning.
+//! The case of processor models: QEMU starts models that any host with AVX2 and ADX can have, with `enforce` and
+//! without a warning.
 
 use std::process::Command;
 

@@ -1,9 +1,9 @@
-//! `cargo xtask vmms others [--firecracker FILE] [--cloud-hypervisor FILE] [--crosvm FILE] [--kvmtool FILE]`:
-//! VMMs that Debian has no packages of, as somebody has built or fetched them.
+//! `cargo xtask vmms others [--firecracker FILE] [--cloud-hypervisor FILE] [--crosvm FILE] [--kvmtool FILE]`: VMMs
+//! without Debian packages, as somebody has built or fetched them.
 //!
-//! Each boots Debian's kernel with two vCPUs and a virtio disk, whose guest checks both as QEMU's guests do and
-//! shuts down. Firecracker and Cloud Hypervisor also save the VM while it computes, and a second process goes on
-//! with it.
+//! Each VMM boots Debian's kernel with two vCPUs and a virtio disk. The guest checks both as QEMU's guests do, and
+//! shuts down. Firecracker and Cloud Hypervisor also save the VM while it computes, and a second process goes on with
+//! it.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use testkit::boot::run_limited;
 
 use super::{LIMIT, files::Files, guest, saved};
 
-/// A disk that is equal to `data.img`, and no other.
+/// The guest's check of a disk that is equal to `data.img`.
 const CHECK: &str = "same $(cat /dev/vda | sum) $data";
 const CPUS: u32 = 2;
 const MEM_MIB: u64 = 512;
@@ -34,7 +34,7 @@ struct Vmm {
 }
 
 const CLOUD: (&str, &str) = ("linux-image-cloud-amd64", "kernel-cloud-amd64");
-/// It reads the tables by which kvmtool tells of CPUs.
+/// The full kernel reads the tables by which kvmtool describes CPUs.
 const FULL: (&str, &str) = ("linux-image-amd64", "kernel-amd64");
 
 const VMMS: &[Vmm] = &[
@@ -68,7 +68,7 @@ const VMMS: &[Vmm] = &[
     },
 ];
 
-/// Without ACPI, or with one that has no power button to press: by the keyboard controller.
+/// The reboot of a guest without ACPI, or with an ACPI without a power button: by the keyboard controller.
 const REBOOTS: &str = "reboot=k again";
 
 fn firecracker(files: &Files) -> Result<Command, String> {
@@ -125,7 +125,7 @@ fn kvmtool(files: &Files) -> Result<Command, String> {
         .arg(format!("{},ro", files.disk.display()));
     command.args(["--params", &format!("{} {REBOOTS}", guest::COMMAND_LINE)]);
     command.args(["--console", "serial", "--network", "mode=none"]);
-    // Its sockets.
+    // The VMM's sockets are in its HOME.
     command.env("HOME", &files.dir);
     Ok(command)
 }
@@ -190,7 +190,7 @@ pub(super) fn run(options: &Options) -> Result<(), String> {
 
 fn prepare(vmm: &Vmm, name: &str, anykvm: &Path, program: PathBuf) -> Result<Files, String> {
     let dir = crate::build::cache().join("vmms").join(name);
-    // A leftover of the last run.
+    // The folder may be left over from the last run.
     let _ = fs::remove_dir_all(&dir);
     fs::create_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
     let kernel = crate::debian::kernel(vmm.package.0, vmm.package.1)?;
@@ -213,14 +213,14 @@ fn boot(vmm: &Vmm, files: &Files) -> Result<(), String> {
     guest::verdict(&outcome)
 }
 
-/// How Debian's kernels are compressed: what that begins with, and the program for it.
+/// The compressions of Debian's kernels: the first bytes of each, and its program.
 const COMPRESSIONS: &[(&[u8], &str)] = &[
     (b"\xfd7zXZ\0", "xz"),
     (&[0x02, 0x21, 0x4c, 0x18], "lz4"),
     (&[0x28, 0xb5, 0x2f, 0xfd], "zstd"),
 ];
 
-/// The ELF file that a bzImage has inside ("The Linux/x86 Boot Protocol", payload_offset).
+/// Returns the ELF file inside of a bzImage ("The Linux/x86 Boot Protocol", payload_offset).
 fn elf(kernel: &Path, dir: &Path) -> Result<PathBuf, String> {
     let bytes = fs::read(kernel).map_err(|e| format!("{}: {e}", kernel.display()))?;
     let (packed, program) =
@@ -241,10 +241,10 @@ fn payload(image: &[u8]) -> Option<(&[u8], &'static str)> {
         let bytes = image.get(at..at + 4)?.try_into().ok()?;
         Some(u32::from_le_bytes(bytes) as usize)
     };
-    // Sectors of real-mode code, besides the first one.
+    // The number of sectors of real-mode code; the first sector is added.
     let sectors = usize::from(*image.get(0x1f1)?) + 1;
     let begin = (sectors * 512).checked_add(word(0x248)?)?;
-    // The length of what it becomes is behind it.
+    // Behind the payload is the length that it decompresses to.
     let len = word(0x24c)?.checked_sub(4)?;
     let packed = image.get(begin..begin.checked_add(len)?)?;
     let known = |(magic, _): &&(&[u8], &str)| packed.starts_with(magic);

@@ -1,6 +1,6 @@
-//! VMs that are saved while they compute, and go on in another process of the VMM's.
+//! VMs that are saved while they compute, and go on in another process of the VMM.
 //!
-//! The guest counts (`ticks`); after it has been restored it must go on where it was.
+//! The guest counts (`ticks`). After it was restored, it has to go on where it was.
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ use super::{files::Files, guest};
 
 const SECONDS: Duration = Duration::from_secs(120);
 
-/// A VMM with its control socket and what its guest prints.
+/// A running VMM, with its control socket and what its guest prints.
 struct Running {
     child: Child,
     socket: PathBuf,
@@ -24,14 +24,14 @@ struct Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 impl Running {
-    /// `console`: where the VMM itself writes what the guest says, if not to its output.
+    /// Starts the VMM. `console`: the file to which the VMM itself writes the guest's output, if not to its own output.
     fn start(
         files: &Files,
         name: &str,
@@ -77,7 +77,7 @@ impl Running {
         Ok(())
     }
 
-    /// Waits for the guest's n-th tick.
+    /// Waits for the guest's tick number `number`.
     fn tick(&self, number: u32) -> Result<(), String> {
         let line = format!("tick {number}\r");
         let plain = format!("tick {number}\n");
@@ -88,7 +88,7 @@ impl Running {
         })
     }
 
-    /// A request of the control socket's.
+    /// Sends a request to the control socket.
     fn ask(&self, method: &str, path: &str, body: &str) -> Result<(), String> {
         let head = format!(
             "{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
@@ -116,7 +116,7 @@ fn boot_arguments() -> String {
     format!("{} ticks", guest::COMMAND_LINE)
 }
 
-/// A full snapshot, what has changed since, and both restored.
+/// Takes a full snapshot and one of the changes since, and restores both.
 pub(super) fn firecracker(files: &Files) -> Result<(), String> {
     let first = Running::start(files, "first", &["--id", "first", "--api-sock"], None)?;
     let source = format!(
@@ -147,7 +147,7 @@ pub(super) fn firecracker(files: &Files) -> Result<(), String> {
     goes_on(&second, ticks)
 }
 
-/// A snapshot, and its restoration.
+/// Takes a snapshot, and restores it.
 pub(super) fn cloud_hypervisor(files: &Files) -> Result<(), String> {
     let console = files.dir.join("console");
     let serial = format!("file={}", console.display());
@@ -185,7 +185,7 @@ pub(super) fn cloud_hypervisor(files: &Files) -> Result<(), String> {
     let arguments = ["--restore", &restore, "--api-socket"];
     let second = Running::start(files, "second", &arguments, Some(console))?;
     let start = Instant::now();
-    // It is there when it has been read.
+    // The VM exists when the snapshot has been read.
     while let Err(why) = second.ask("PUT", "/api/v1/vm.resume", "") {
         if start.elapsed() > SECONDS {
             return Err(why);
@@ -205,7 +205,7 @@ fn last_tick(console: &Path) -> Result<u32, String> {
         .ok_or_else(|| "the guest has not counted".to_owned())
 }
 
-/// The guest counts on from there, and began no second time.
+/// Checks that the guest goes on counting, and has not begun a second time.
 fn goes_on(vmm: &Running, ticks: u32) -> Result<(), String> {
     vmm.tick(ticks + 10)?;
     let text = fs::read(&vmm.console).unwrap_or_default();

@@ -1,5 +1,5 @@
-//! A case that is looked at through `anykvm trace`: queues are rung without the VMM, and interrupts
-//! come without a call of a vCPU's thread.
+//! A case that `anykvm trace` observes: queues are rung without the VMM, and interrupts come without a call of a vCPU's
+//! thread.
 
 use std::fs;
 
@@ -12,14 +12,13 @@ const TRACE: &str = "trace.jsonl";
 const IOEVENTFD_DEASSIGN: u64 = 4;
 const IRQFD_DEASSIGN: u64 = 1;
 
-/// The guest's part: reads a disk in many pieces, exchanges packets, and says how many interrupts
-/// that took.
+/// The guest's work: reads a disk in many pieces, exchanges packets, and prints how many interrupts that took.
 pub(super) const CHECK: &str = "same $(cat /dev/vda | sum) $data && dd if=/dev/vda of=/dev/null bs=4096 count=500 iflag=direct && \
      ip link set eth0 up && ip addr add 10.0.2.15/24 dev eth0 && ping -c 30 -i 0.05 10.0.2.2 && \
      echo INTERRUPTS req $(sed -n 's/^.*: *\\([0-9]*\\) .*-req.0$/\\1/p' /proc/interrupts) && \
      echo INTERRUPTS input $(sed -n 's/^.*: *\\([0-9]*\\) .*-input.0$/\\1/p' /proc/interrupts)";
 
-/// The word of a line behind `"key":`, without its quotes.
+/// Returns the word behind `"key":` in a line, without its quotes.
 fn value<'a>(line: &'a str, key: &str) -> Option<&'a str> {
     let (_, rest) = line.split_once(&format!("\"{key}\":"))?;
     let end = rest.find([',', '}'])?;
@@ -64,12 +63,12 @@ fn judge(trace: &str, disk: usize, net: usize) -> Result<(), String> {
             .enumerate()
             .filter(move |(_, l)| l.contains(&name))
     };
-    // Where doorbells were, and the line of the last registration.
+    // Addresses of doorbells, and the line of the last registration of each.
     let mut bells = Vec::<(u64, usize)>::new();
     for (at, line) in calls("KVM_IOEVENTFD") {
         let address = number(line, "addr").unwrap_or(0);
         let flags = number(line, "flags").unwrap_or(0);
-        // Only PCI devices' registers: QEMU tries others when it starts.
+        // Only PCI devices' registers count, because QEMU tries others when it starts.
         if flags & IOEVENTFD_DEASSIGN == 0 && address >= 0x1000 {
             bells.retain(|b| b.0 != address);
             bells.push((address, at));
@@ -96,7 +95,7 @@ fn judge(trace: &str, disk: usize, net: usize) -> Result<(), String> {
     if irqfds.count() == 0 {
         return Err("no irqfd".into());
     }
-    // Without vhost QEMU's network adapter sends messages; the disk's are all irqfds'.
+    // Without vhost, QEMU's network adapter sends messages; the disk's interrupts all come by irqfds.
     let messages = calls("KVM_SIGNAL_MSI").count();
     if disk < 100 || net < 20 || messages > 3 * net + 20 {
         return Err(format!(

@@ -12,7 +12,7 @@ use crate::layout::{PCI_ECAM, PCI_ECAM_LEN, PCI_WINDOW, PCI_WINDOW_LAST};
 use crate::pci::SLOTS;
 use crate::pci::routes::gsi_of_slot;
 
-/// The whole table.
+/// Returns the whole table.
 pub(super) fn dsdt() -> Vec<u8> {
     let mut aml = Vec::new();
     let zero = 0u8;
@@ -41,8 +41,8 @@ fn device(aml: &mut Vec<u8>, name: &str, hid: &str, uid: u8, port: u16, len: u8,
     Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(aml);
 }
 
-/// The host bridge: what it forwards, and which interrupt each slot's INTA is; and ECAM as a
-/// resource of the mainboard, without which Linux does not use it.
+/// Adds the host bridge: the address ranges that it forwards, and the interrupt of each slot's INTA. ECAM is a resource
+/// of the mainboard, without which Linux does not use it.
 fn pci(aml: &mut Vec<u8>) {
     let hid = Name::new("_HID".into(), &EISAName::new("PNP0A03"));
     let (zero, pin_a) = (0u8, 0u8);
@@ -60,7 +60,7 @@ fn pci(aml: &mut Vec<u8>) {
     );
     let windows = ResourceTemplate::new(vec![&buses, &config, &io_low, &io_high, &memory]);
     let crs = Name::new("_CRS".into(), &windows);
-    // Address (slot and "all functions"), pin, no link device, GSI.
+    // Each route has an address (slot and "all functions"), a pin, no link device, and a GSI.
     let routes: Vec<(u32, u8)> = (1u8..)
         .take(SLOTS - 1)
         .map(|slot| ((u32::from(slot) << 16) | 0xffff, gsi_of_slot(slot)))

@@ -1,6 +1,6 @@
-//! The tables that firmware would leave: ACPI (RSDP, XSDT, FADT, MADT, MCFG, DSDT) and an MP table.
+//! Tables that firmware would make: ACPI (RSDP, XSDT, FADT, MADT, MCFG, DSDT) and an MP table.
 //!
-//! ACPI 6.5 chapter 5. Not hardware-reduced: stock kernels then use PIT, PIC and RTC as usual.
+//! ACPI 6.5, chapter 5. The machine is not hardware-reduced, so stock kernels use PIT, PIC and RTC as usual.
 
 mod dsdt;
 mod mptable;
@@ -17,7 +17,7 @@ use table::{Table, checksum};
 mod spec {
     /// FADT flags: WBINVD, C1 works, no fixed power or sleep button, reset register.
     pub(super) const FADT_FLAGS: u32 = 1 | (1 << 2) | (1 << 4) | (1 << 5) | (1 << 10);
-    /// Legacy devices, and no VGA to probe. No 8042: there is only its reset line.
+    /// There are legacy devices, and no VGA to probe. There is no 8042 but its reset line.
     pub(super) const BOOT_ARCH: u16 = 1 | (1 << 2);
     /// Address space of a generic address.
     pub(super) const SYSTEM_IO: u8 = 1;
@@ -27,7 +27,7 @@ mod spec {
     pub(super) const PCAT_COMPAT: u32 = 1;
 }
 
-/// Writes all tables for `cpus` vCPUs; returns where the RSDP is.
+/// Writes all tables for `cpus` vCPUs. Returns the address of the RSDP.
 pub(crate) fn write(memory: &GuestMemory, cpus: u8) -> Result<u64, BootError> {
     let what = "the ACPI tables";
     let mut at = RSDP + 64;
@@ -36,7 +36,7 @@ pub(crate) fn write(memory: &GuestMemory, cpus: u8) -> Result<u64, BootError> {
         memory
             .write_slice(bytes, GuestAddress(here))
             .map_err(BootError::guest(what))?;
-        // FACS wants 64 bytes' alignment, nobody minds it.
+        // The FACS needs an alignment of 64 bytes, which does no harm to the others.
         at += (bytes.len() as u64).next_multiple_of(64);
         Ok(here)
     };
@@ -62,7 +62,7 @@ fn rsdp(xsdt: u64) -> [u8; 36] {
     rsdp[15] = 2;
     rsdp[20..24].copy_from_slice(&36u32.to_le_bytes());
     rsdp[24..32].copy_from_slice(&xsdt.to_le_bytes());
-    // The first covers ACPI 1.0's 20 bytes, the second all.
+    // The first checksum covers ACPI 1.0's 20 bytes, the second all bytes.
     rsdp[8] = checksum(&rsdp[..20]);
     rsdp[32] = checksum(&rsdp);
     rsdp
@@ -130,8 +130,7 @@ fn madt(cpus: u8) -> Vec<u8> {
         t.u8(0).u8(8).u8(id).u8(id).u32(1); // processor LAPIC, enabled
     }
     t.u8(1).u8(12).u8(ioapic_id(cpus)).u8(0).u32(IOAPIC).u32(0);
-    // ISA IRQ 0 (PIT) is on pin 2; the SCI and PCI's lines are level-triggered, active high as
-    // KVM's lines are.
+    // ISA IRQ 0 (PIT) is on pin 2. The SCI and PCI's lines are level-triggered, and active high as KVM's lines are.
     t.u8(2).u8(10).u8(0).u8(0).u32(2).u16(0);
     for gsi in [SCI_GSI].into_iter().chain(PCI_GSIS) {
         t.u8(2).u8(10).u8(0).u8(gsi).u32(u32::from(gsi)).u16(0xd);
@@ -140,7 +139,7 @@ fn madt(cpus: u8) -> Vec<u8> {
     t.finish()
 }
 
-/// PCI Firmware 3.3, 4.1.2: where the configuration space of which buses is.
+/// Returns the table that says where the configuration space of which buses is (PCI Firmware 3.3, 4.1.2).
 fn mcfg() -> Vec<u8> {
     let mut t = Table::new(b"MCFG", 1);
     t.u64(0); // reserved

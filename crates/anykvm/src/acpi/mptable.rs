@@ -11,12 +11,12 @@ use crate::pci::routes::gsi_of_slot;
 
 /// Version of the LAPIC and IOAPIC entries: an integrated APIC.
 const APIC_VERSION: u8 = 0x14;
-/// Linux wants PCI buses to have their PCI number.
+/// Linux expects PCI buses to have their PCI number.
 const PCI_BUS: u8 = 0;
 const ISA_BUS: u8 = 1;
-/// Interrupt flags: active high, level-triggered.
+/// Interrupt flags for active high, level-triggered.
 const LEVEL: u8 = 0xd;
-/// The table proper is too large for the EBDA with many vCPUs; it may be anywhere below 1 MiB.
+/// Address of the table. With many vCPUs it is too large for the EBDA, but it may be anywhere below 1 MiB.
 const TABLE: u64 = RSDP + 0x1_0000;
 
 /// Writes the floating pointer into the EBDA and the table below 1 MiB.
@@ -45,7 +45,7 @@ fn table(cpus: u8) -> Vec<u8> {
         count += 1;
     };
     for id in 0..cpus {
-        // Enabled, and the first is the boot processor. Signature: family 6; features: FPU, APIC.
+        // The CPU is enabled, and the first is the boot processor. Signature: family 6; features: FPU, APIC.
         let flags = 1 | (u8::from(id == 0) << 1);
         let cpu = [
             0,
@@ -77,7 +77,7 @@ fn table(cpus: u8) -> Vec<u8> {
     let ioapic = ioapic_id(cpus);
     entry(&[2, ioapic, APIC_VERSION, 1, a, b, c, d]);
     for irq in 0..16u8 {
-        // ISA defaults; the PIT is on pin 2, and nothing on the cascade.
+        // The interrupts have ISA's defaults. The PIT is on pin 2, and nothing on the cascade.
         let pin = match irq {
             0 => 2,
             2 => continue,
@@ -90,7 +90,7 @@ fn table(cpus: u8) -> Vec<u8> {
         let gsi = gsi_of_slot(slot);
         entry(&[3, 0, LEVEL, 0, PCI_BUS, slot << 2, ioapic, gsi]);
     }
-    // ExtINT on LINT0 of the boot processor, NMI on LINT1 of all.
+    // LINT0 of the boot processor has ExtINT, LINT1 of all processors NMI.
     entry(&[4, 3, 0, 0, ISA_BUS, 0, 0, 0]);
     entry(&[4, 1, 0, 0, ISA_BUS, 0, 0xff, 1]);
 

@@ -1,9 +1,9 @@
-//! A system description table under construction: header, fields in order, length and checksum.
+//! A system description table that is being made: header, fields in order, length and checksum.
 
-/// "Made by".
+/// The maker of the tables.
 pub(super) const OEM_ID: &[u8; 6] = b"ANYKVM";
 
-/// ACPI 6.5, 5.2.6: the 36-byte header that all tables share, and what follows it.
+/// A table: the 36-byte header that all tables share, and the fields that follow (ACPI 6.5, 5.2.6).
 pub(super) struct Table(Vec<u8>);
 
 impl Table {
@@ -41,7 +41,7 @@ impl Table {
         self
     }
 
-    /// The table with its length and checksum filled in.
+    /// Returns the table with its length and checksum filled in.
     pub(super) fn finish(mut self) -> Vec<u8> {
         let len = u32::try_from(self.0.len()).unwrap_or(u32::MAX);
         for (to, from) in self.0.iter_mut().skip(4).zip(len.to_le_bytes()) {
@@ -55,7 +55,7 @@ impl Table {
     }
 }
 
-/// The byte that makes the sum of `bytes` (in which its own place is 0) zero.
+/// Returns the byte that makes the sum of `bytes` zero. In `bytes` its own place is 0.
 pub(super) fn checksum(bytes: &[u8]) -> u8 {
     bytes
         .iter()

@@ -1,4 +1,4 @@
-//! Guests of a few instructions, without a kernel, for measuring single events.
+//! Guests of a few instructions, without a kernel, which measure single events.
 
 use anykvm_ioctls::{Kvm, VcpuFd, VmFd};
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment};
@@ -7,15 +7,15 @@ use vm_memory::{Bytes, GuestAddress};
 use crate::error::BootError;
 use crate::memory::{self, GuestMemory};
 
-/// Where the code is.
+/// Address of the code.
 const CODE: u64 = 0x1000;
 /// Page tables of 64-bit guests: the first 2 MiB, by one large page.
 const TABLES: u64 = 0x2000;
-/// Where there is no RAM: 1 MiB.
+/// An address without RAM: 1 MiB.
 pub(super) const DEVICE: u32 = 0x10_0000;
 const RAM: u64 = 0x80000;
 
-/// How the code is executed.
+/// The mode of the code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     /// Flat protected mode.
@@ -24,7 +24,7 @@ pub(super) enum Mode {
     Long,
 }
 
-/// A guest with one vCPU at the start of its code, interrupts off.
+/// A guest with one vCPU at the start of its code, with interrupts off.
 pub(super) struct Bare {
     pub(super) vcpu: VcpuFd,
     pub(super) vm: VmFd,
@@ -36,7 +36,7 @@ impl Bare {
         Self::sized(mode, irqchip, code, RAM)
     }
 
-    /// The same with so much RAM.
+    /// Makes a guest with so much RAM.
     pub(super) fn sized(
         mode: Mode,
         irqchip: bool,

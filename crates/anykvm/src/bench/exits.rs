@@ -1,8 +1,7 @@
-//! `anykvm bench exits`: what an exit to the VMM and back costs, by kind.
+//! `anykvm bench exits`: measures what an exit to the VMM and back costs, by kind.
 //!
-//! The guest is a loop of one instruction that exits; the time is from one KVM_RUN to the next,
-//! with nothing done in between. The best of many runs counts, as other load on the machine only
-//! makes it slower.
+//! The guest is a loop of one instruction that exits. The time is from one KVM_RUN to the next, with nothing done
+//! between. The best of many runs counts, as other load on the machine only makes it slower.
 
 use std::time::Instant;
 
@@ -15,7 +14,7 @@ use crate::error::BootError;
 const EXITS: u32 = 1_000;
 const RUNS: u32 = 300;
 
-/// Name, nanoseconds that it may take, 32-bit and 64-bit code. The store and the load are
+/// A row: its name, the maximum number of nanoseconds, the 32-bit and the 64-bit code. The store and the load are
 /// outside of RAM.
 type ExitRow = (&'static str, f64, &'static [u8], &'static [u8]);
 const KINDS: [ExitRow; 4] = [
@@ -45,7 +44,7 @@ const KINDS: [ExitRow; 4] = [
     ),
 ];
 
-/// Measures and prints all kinds.
+/// Measures all kinds. Returns the table.
 pub(super) fn run(verdict: &mut Verdict) -> Result<String, BootError> {
     let head = [
         "exit to the VMM and back, ns",

@@ -1,7 +1,7 @@
-//! Firmware and boot loaders in QEMU, on anykvm and on TCG: how long until they say that they are done.
+//! Measures how long firmware and boot loaders in QEMU take until they say that they are done, on anykvm and on TCG.
 //!
-//! They execute code once, in modes that kernels leave at once, and wait for devices by asking them in loops. The bar is for the processor's
-//! time of all of QEMU: where they wait, that is less than what a clock on the wall shows, or not, and never more.
+//! They execute most code once, in modes that kernels soon leave, and wait for devices by polling them. The bar is for
+//! the processor time of all of QEMU, which is never more than the time on a clock.
 
 use std::fs;
 use std::io::Read;
@@ -14,26 +14,26 @@ use super::report::{self, Verdict};
 use crate::cli::BenchArgs;
 use crate::error::BootError;
 
-/// So much less than TCG's.
+/// Minimum of TCG's processor time divided by anykvm's.
 const BAR: f64 = 1.5;
 /// A run that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(300);
 const COMMON: &str = "-nodefaults -no-reboot -display none -serial stdio";
-/// The shell says so, and waits five seconds for a key then.
+/// The line that OVMF's shell prints, before it waits five seconds for a key.
 const OVMF_END: &str = "Interactive Shell";
 const OVMF: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
 const OVMF_VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 
-/// One of them.
+/// A firmware or boot loader.
 struct Firmware {
     name: &'static str,
-    /// Files, and the package that each is in.
+    /// Files, with the package that each is in.
     needs: &'static [(&'static str, &'static str)],
-    /// QEMU's arguments; `{dir}`: a folder of its own; `{space}`: within an argument.
+    /// QEMU's arguments. `{dir}` stands for a folder of its own, `{space}` for a space within an argument.
     arguments: &'static str,
-    /// The processor is the host's, for TCG one with as many address bits.
+    /// True if the processor is the host's; for TCG it is one with as many address bits.
     is_hosts: bool,
-    /// What it prints when it is done; empty: it ends the machine.
+    /// What it prints when it is done. Empty: it ends the machine.
     end: &'static str,
     prepare: fn(&Path) -> Result<(), BootError>,
 }
@@ -51,7 +51,7 @@ const fn firmware(name: &'static str, arguments: &'static str, end: &'static str
 
 const SPLIT: &str = "-M q35 -m 256 -drive if=pflash,format=raw,readonly=on,file=/usr/share/OVMF/OVMF_CODE_4M.fd \
                      -drive if=pflash,format=raw,file={dir}/variables";
-/// OVMF's tables for 48 address bits take a gibibyte.
+/// Arguments with more memory, as OVMF's tables for 48 address bits take a gibibyte.
 const SPLIT_LARGE: &str = "-M q35 -m 3072 -drive if=pflash,format=raw,readonly=on,file=/usr/share/OVMF/OVMF_CODE_4M.fd \
                            -drive if=pflash,format=raw,file={dir}/variables";
 
@@ -131,7 +131,7 @@ fn copy_variables(folder: &Path) -> Result<(), BootError> {
     copied.map(|_| ()).map_err(BootError::host("cannot copy"))
 }
 
-/// A disk with GRUB alone, which prints a word and halts.
+/// Makes a disk with only GRUB, which prints a word and halts.
 fn make_grub(folder: &Path) -> Result<(), BootError> {
     const SECTOR: usize = 512;
     const SIZE: usize = 8 << 20;
@@ -155,12 +155,12 @@ fn make_grub(folder: &Path) -> Result<(), BootError> {
     write(&folder.join("grub"), &disk)
 }
 
-/// Each in turn on both, so many rounds.
+/// Runs each on both in turn, for the number of rounds.
 pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, BootError> {
     let folder = std::env::temp_dir().join(format!("anykvm-firmware-{}", std::process::id()));
     fs::create_dir_all(&folder).map_err(BootError::host("cannot make a folder"))?;
     let result = compare(args, &folder, verdict);
-    // A leftover costs only space.
+    // A leftover only takes space.
     let _ = fs::remove_dir_all(&folder);
     result
 }
@@ -256,12 +256,12 @@ fn command(
 /// Seconds of a run.
 #[derive(Clone, Copy, Debug)]
 struct Took {
-    /// Of the processor's time, all of QEMU included.
+    /// Processor time of all of QEMU.
     processor: f64,
     wall: f64,
 }
 
-/// Until it is done.
+/// Runs until the firmware is done. Returns the times.
 fn time(
     firmware: &Firmware,
     machine: Machine,
@@ -281,11 +281,11 @@ fn time(
     let (end, output) = (firmware.end.as_bytes(), child.stdout.take());
     std::thread::spawn(move || {
         let is_done = output.is_some_and(|output| follow(output, end));
-        // Nobody listens any more after the limit.
+        // After the limit, nobody listens any more.
         let _ = sender.send((start.elapsed(), is_done));
     });
     let result = receiver.recv_timeout(LIMIT);
-    // It may have ended by itself.
+    // The process may have ended by itself.
     let _ = child.kill();
     child.wait().map_err(BootError::host("cannot wait"))?;
     match result {
@@ -303,7 +303,7 @@ fn time(
     }
 }
 
-/// Reads until `end` has come; true if it has, or if the output ends and that was wanted.
+/// Reads until `end` has come. Returns true if it has, or if the output ends and `end` is empty.
 fn follow(mut output: impl Read, end: &[u8]) -> bool {
     let mut text = Vec::new();
     let mut piece = [0; 4096];

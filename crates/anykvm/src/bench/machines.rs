@@ -1,4 +1,4 @@
-//! Where workloads run: on the host, in a guest of ours, in a guest of QEMU's TCG.
+//! The machines that workloads run on: the host, a guest of ours, a guest of QEMU's TCG.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -13,8 +13,8 @@ use crate::images::{self, Overlay};
 
 /// A run of a whole suite that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(1200);
-/// For a fair comparison: with plain `max` spinning in MONITOR/MWAIT takes TCG's time, and
-/// `rep movsb` goes byte by byte.
+/// TCG's processor, for a fair comparison: with plain `max`, spinning in MONITOR/MWAIT takes TCG's time, and `rep
+/// movsb` goes byte by byte.
 const TCG_CPU: &str = "max,monitor=off,erms=off,fsrm=off";
 /// The kernel's command line in every guest.
 const WORDS: &str = "console=ttyS0 quiet panic=-1";
@@ -23,7 +23,7 @@ const PREPARED: &str = "prepared";
 /// The guest's folder with the workloads' files.
 const FOLDER: &str = "/bench";
 
-/// Who executes.
+/// The machine that executes a workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Machine {
     Native,
@@ -31,7 +31,7 @@ pub(super) enum Machine {
     Tcg,
 }
 
-/// A machine and what its guest is told.
+/// A machine, and the options of its guest.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Guest<'a> {
     pub(super) machine: Machine,
@@ -39,9 +39,9 @@ pub(super) struct Guest<'a> {
     pub(super) mem: &'a str,
     /// Words for the kernel's command line.
     pub(super) words: &'a str,
-    /// `ANYKVM_MMU`.
+    /// The value of `ANYKVM_MMU`.
     pub(super) mmu: Option<&'a str>,
-    /// The VMM prints what its vCPUs count.
+    /// True if the VMM prints the vCPUs' counters.
     pub(super) stats: bool,
 }
 
@@ -58,15 +58,15 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// What a run printed.
+/// The output and times of a run.
 #[derive(Debug, Default)]
 pub(super) struct Run {
     pub(super) samples: Vec<Sample>,
-    /// What went to standard error.
+    /// The output on standard error.
     pub(super) errors: String,
-    /// From the start of the process to the line `ready`.
+    /// Time from the start of the process to the line `ready`.
     pub(super) ready: Duration,
-    /// To the end of the process.
+    /// Time to the end of the process.
     pub(super) total: Duration,
 }
 
@@ -76,7 +76,7 @@ pub(super) struct Sample {
     pub(super) name: String,
     pub(super) ns: u64,
     pub(super) sum: String,
-    /// Processor's time that the process took since the line before.
+    /// Processor time that the process has taken since the line before.
     pub(super) cpu: Duration,
 }
 
@@ -86,15 +86,15 @@ pub(super) struct Files {
     folder: PathBuf,
     kernel: PathBuf,
     qemu: PathBuf,
-    /// For native runs, and what guests are built from.
+    /// The program of native runs, and the source that guests are built from.
     program: PathBuf,
     source: PathBuf,
-    /// Programs of one suite only.
+    /// Programs of only one suite.
     more: Vec<PathBuf>,
 }
 
 impl Files {
-    /// Compiles the program and finds the rest.
+    /// Compiles the program, and finds the other files.
     pub(super) fn new(kernel: Option<&Path>, qemu: &Path) -> Result<Self, BootError> {
         let folder = std::env::temp_dir().join(format!("anykvm-bench-{}", std::process::id()));
         fs::create_dir_all(&folder).map_err(BootError::host("cannot make a folder"))?;
@@ -126,12 +126,12 @@ impl Files {
         Ok(())
     }
 
-    /// A file that runs find beside the programs.
+    /// Adds a file that runs find beside the programs.
     pub(super) fn add_file(&mut self, file: &Path) {
         self.more.push(file.into());
     }
 
-    /// The guest's archive for a suite: runs `script`, then powers off.
+    /// Makes the guest's archive for a suite, which runs `script` and then powers off.
     fn initrd(&self, suite: Option<Suite>, script: &str) -> Result<PathBuf, BootError> {
         let file = self.folder.join("initrd");
         let mut overlays = vec![
@@ -167,7 +167,7 @@ poweroff -f
         Ok(file)
     }
 
-    /// Runs workloads `repeats` times one after another. Without any the guest only boots.
+    /// Runs workloads `repeats` times, one after another. Without any workload, the guest only boots.
     pub(super) fn run(
         &self,
         machine: Machine,
@@ -181,7 +181,7 @@ poweroff -f
         self.run_script(&Guest::new(machine, cpus, mem), suite, &script)
     }
 
-    /// Runs them in a guest of ours, one after another and each in all `ways`: words before its command.
+    /// Runs workloads in a guest of ours, one after another, and each in all `ways`: words before its command.
     pub(super) fn run_ways(
         &self,
         workloads: &[&Workload],
@@ -196,7 +196,7 @@ poweroff -f
             all.join("\n")
         };
         let script = script_of(workloads.iter().map(one), repeats)?;
-        // Sampling does not end because an interrupt seems to take long.
+        // The kernel is not to stop sampling because an interrupt seems to take long.
         let script = format!("echo 0 >/proc/sys/kernel/perf_cpu_time_max_percent\n{script}");
         let guest = Guest::new(Machine::Anykvm, 1, "1G");
         self.run_script(&guest, workloads.first().map(|w| w.suite), &script)
@@ -234,7 +234,7 @@ poweroff -f
         follow(&mut command)
     }
 
-    /// `program` boots a guest.
+    /// Returns the command by which `program` boots a guest.
     fn boot(&self, program: &Path, cpus: u32, mem: &str, words: &str, initrd: &Path) -> Command {
         let mut command = Command::new(program);
         command
@@ -244,8 +244,8 @@ poweroff -f
         command
     }
 
-    /// Runs workloads in a guest of this build's and one of `other`'s, at once on one processor: so
-    /// both have the same neighbours, caches and clock.
+    /// Runs workloads in a guest of this build and one of the build `other`, at once on one processor, so that both
+    /// have the same neighbours, caches and clock.
     pub(super) fn pair(
         &self,
         other: &Path,
@@ -289,7 +289,7 @@ poweroff -f
 
 impl Drop for Files {
     fn drop(&mut self) {
-        // A leftover costs only space.
+        // A leftover only takes space.
         let _ = fs::remove_dir_all(&self.folder);
     }
 }
@@ -298,7 +298,7 @@ pub(super) fn own() -> Result<PathBuf, BootError> {
     std::env::current_exe().map_err(BootError::host("cannot find anykvm"))
 }
 
-/// Processor's time of a process' threads, those that have ended not among them.
+/// Returns the processor time of a process's threads, without those that have ended.
 fn cpu_time(process: u32) -> Duration {
     let tasks = fs::read_dir(format!("/proc/{process}/task"));
     let times = tasks.into_iter().flatten().filter_map(|task| {
@@ -338,7 +338,7 @@ pub(super) fn missing(package: &str) -> BootError {
     ))
 }
 
-/// Programs and their data on the host, for the guest.
+/// Returns programs and data of the host, for the guest.
 fn host_files(suite: Suite) -> Result<Vec<PathBuf>, BootError> {
     let programs: &[(&str, &str)] = match suite {
         Suite::Compute => &[
@@ -407,7 +407,7 @@ pub(super) fn succeed(command: &mut Command, what: &str) -> Result<(), BootError
     Err(BootError::NoImage(format!("{what} failed: {text}")))
 }
 
-/// Runs a process and reads its lines; it has to print `over`.
+/// Runs a process and reads its lines. It has to print `over`.
 fn follow(command: &mut Command) -> Result<Run, BootError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let start = Instant::now();
@@ -457,7 +457,7 @@ fn follow(command: &mut Command) -> Result<Run, BootError> {
             },
             Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {
-                // It may have ended just now.
+                // The process may have ended just now.
                 let _ = child.kill();
                 break;
             }

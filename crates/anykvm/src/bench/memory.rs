@@ -1,4 +1,4 @@
-//! `anykvm bench memory`: what accesses cost beyond the reach of TLBs. The program is memory.c. Two programs of Debian's whose
+//! `anykvm bench memory`: measures accesses beyond the reach of TLBs. The program is memory.c. Two programs of Debian's whose
 //! data is as large run beside it, where they are installed.
 
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use super::{is_plausible, note};
 use crate::cli::BenchArgs;
 use crate::error::BootError;
 
-/// Accesses that a workload makes, as in memory.c.
+/// Number of accesses that a workload makes, as in memory.c.
 const COUNT: f64 = 2e6;
-/// From a nanosecond on.
+/// The scale, which begins at a nanosecond.
 const SCALE: Scale = Scale {
     from: 0.001,
     decades: 4,
 };
-/// The guest's memory: the largest table, and what the kernel needs.
+/// Size of the guest's memory: the largest table, and what the kernel needs.
 const RAM: &str = "3G";
 
 const fn table(name: &'static str, script: &'static str) -> Workload {
@@ -106,7 +106,7 @@ const BARS: &[(&str, f64)] = &[
     ("write-1024-2m", 3.0),
 ];
 
-/// The suite.
+/// Runs the suite.
 pub(super) fn run(
     args: &BenchArgs,
     files: &mut Files,
@@ -212,7 +212,7 @@ fn bars_of(rows: &[Row]) -> Vec<Bar> {
     tables.flat_map(of_row).flatten().collect()
 }
 
-/// Nanoseconds an access, or milliseconds a program, and ratios, each by the best of its runs.
+/// Returns the table of nanoseconds per access, of milliseconds per program, and ratios, each by the best of its runs.
 fn table_of(rows: &[Row], verdict: &mut Verdict) -> String {
     let head = [
         "ns an access (table, MiB, pages); ms a program",

@@ -1,9 +1,8 @@
-//! `anykvm bench`: workloads natively, in a guest of ours and in one of QEMU's TCG, in turn.
+//! `anykvm bench`: runs workloads natively, in a guest of ours and in one of QEMU's TCG, in turn.
 //!
-//! Machines are noisy and drift, so each round runs everything on each of the three, and what is
-//! printed are medians over the rounds of ratios within a round. The time of a workload is taken
-//! inside, by the clock of whoever runs it; a guest whose times add up to more than the host saw
-//! pass is an error, as are outputs that differ.
+//! Machines are noisy and drift. So each round runs everything on each of the three, and medians over the rounds of
+//! ratios within a round are printed. A workload's time is taken inside, by the clock of the machine that runs it. If a
+//! guest's times add up to more time than has passed on the host, that is an error; so are outputs that differ.
 
 mod bare;
 mod ctxsw;
@@ -30,10 +29,10 @@ use workloads::{SCALING_BAR, Suite, WORKLOADS, Workload};
 
 /// Exit status when a bar is missed.
 const STATUS_MISSED: u8 = 1;
-/// Boots to the shell have to be so much faster than TCG's.
+/// Minimum of TCG's time of a boot to the shell divided by ours.
 const BOOT_BAR: f64 = 2.0;
 
-/// What `--only` may name.
+/// Returns the names that `--only` may have.
 fn known() -> impl Iterator<Item = &'static str> {
     WORKLOADS
         .iter()
@@ -44,7 +43,7 @@ fn known() -> impl Iterator<Item = &'static str> {
         .chain(wp::names())
 }
 
-/// Runs `anykvm bench`; returns the exit status and the line to print with it.
+/// Runs `anykvm bench`. Returns the exit status and the line to print with it.
 pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     if let Some(name) = args.only.iter().find(|n| known().all(|known| known != **n)) {
         let known: Vec<&str> = known().collect();
@@ -97,7 +96,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
             (BenchSuite::Boot, Some(f)) => boots(args, f, &mut verdict)?,
             (BenchSuite::Smp, Some(f)) => scaling(args, f, &mut verdict)?,
         };
-        // Nobody who closes our output wants the rest.
+        // A reader who closes our output does not want the rest.
         let _ = std::io::stdout().write_all(text.as_bytes());
     }
     Ok(match verdict.missed.len() {
@@ -113,7 +112,7 @@ fn note(text: &str) {
     crate::stdio::say(&format!("bench: {text}"));
 }
 
-/// The workloads of a suite that are wanted.
+/// Returns the workloads of a suite that are wanted.
 fn chosen(args: &BenchArgs, suite: Suite) -> Vec<&'static Workload> {
     WORKLOADS
         .iter()
@@ -122,7 +121,7 @@ fn chosen(args: &BenchArgs, suite: Suite) -> Vec<&'static Workload> {
         .collect()
 }
 
-/// Three machines, one vCPU.
+/// Compares the three machines, with one vCPU.
 fn compare(
     args: &BenchArgs,
     files: &Files,
@@ -153,7 +152,8 @@ fn compare(
     Ok(report::compared(&rows, suite, verdict))
 }
 
-/// Two builds, each workload by itself: who is ahead would have other neighbours.
+/// Compares two builds, with each workload in a run of its own: otherwise the build that is ahead would run beside
+/// other workloads.
 fn against(
     args: &BenchArgs,
     files: &Files,
@@ -166,9 +166,9 @@ fn against(
             .to_vec(),
     ];
     for workload in workloads {
-        // It checks that results agree.
+        // The row checks that results agree.
         let mut row = Row::new(workload);
-        // Of the first run and of the others, by machine.
+        // Times of the first run and of the others, by machine.
         let mut times: [[Vec<f64>; 2]; 2] = Default::default();
         for _ in 0..args.rounds {
             let runs = files.pair(other, "1G", &[workload], args.repeats)?;
@@ -192,7 +192,7 @@ fn against(
     Ok(report::aligned(&lines))
 }
 
-/// The times that a guest claims add up to no more than passed outside.
+/// Returns an error if the times that a guest claims add up to more than has passed outside.
 fn is_plausible(machine: Machine, run: &Run) -> Result<(), BootError> {
     let inside: u64 = run.samples.iter().map(|s| s.ns).sum();
     if inside as f64 > 1.02 * run.total.as_nanos() as f64 {
@@ -204,7 +204,7 @@ fn is_plausible(machine: Machine, run: &Run) -> Result<(), BootError> {
     Ok(())
 }
 
-/// To the shell and to the end, without any workload.
+/// Measures boots to the shell and to the end, without a workload.
 fn boots(args: &BenchArgs, files: &Files, verdict: &mut Verdict) -> Result<String, BootError> {
     let mut lines = vec![
         ["", "anykvm", "TCG", "TCG/anykvm"]
@@ -244,7 +244,7 @@ fn boots(args: &BenchArgs, files: &Files, verdict: &mut Verdict) -> Result<Strin
     Ok(report::aligned(&lines))
 }
 
-/// One vCPU against two, and one core against two.
+/// Compares one vCPU with two, and one core with two.
 fn scaling(args: &BenchArgs, files: &Files, verdict: &mut Verdict) -> Result<String, BootError> {
     let workloads = chosen(args, Suite::Smp);
     let mut machines = vec![Machine::Native, Machine::Anykvm];

@@ -1,6 +1,6 @@
-//! The rows as bars, on a logarithmic scale.
+//! Draws the rows as bars, on a logarithmic scale.
 
-/// Pixels.
+/// Sizes in pixels.
 const NAMES: f64 = 250.0;
 const WIDTH: f64 = 520.0;
 const ROW: f64 = 22.0;
@@ -8,21 +8,21 @@ const ROW: f64 = 22.0;
 /// The scale, in microseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scale {
-    /// Where bars begin.
+    /// The value at which bars begin.
     pub(super) from: f64,
     pub(super) decades: u32,
 }
 
-/// Who a bar belongs to, by its colour.
+/// Colours of the bars, by machine.
 pub(super) const NATIVE: &str = "#4e9a06";
 pub(super) const OURS: &str = "#3465a4";
 pub(super) const TCG: &str = "#c17d11";
 pub(super) const SOURCE: &str = "#888a85";
 
-/// Name, microseconds, colour.
+/// A bar: name, microseconds, colour.
 pub(super) type Bar = (String, f64, &'static str);
 
-/// The drawing.
+/// Returns the drawing.
 pub(super) fn draw(bars: &[Bar], scale: Scale) -> String {
     let height = ROW * (bars.len() as f64 + 2.0);
     let total = NAMES + WIDTH + 80.0;

@@ -1,4 +1,4 @@
-//! Medians, geometric means, bars, and a table of them.
+//! Medians, geometric means and bars, and a table of them.
 
 use super::machines::{Machine, Run};
 use super::workloads::{BARS, Suite, WORST_NATIVE, Workload};
@@ -22,7 +22,7 @@ impl Column {
     }
 }
 
-/// Bars that were missed.
+/// The bars that were missed.
 #[derive(Debug, Default)]
 pub(super) struct Verdict {
     pub(super) missed: Vec<String>,
@@ -49,7 +49,7 @@ pub(super) struct Row {
     workload: &'static Workload,
     /// Milliseconds by [`Column`], in the order of the rounds.
     times: [Vec<f64>; 3],
-    /// What the first run printed.
+    /// The output of the first run.
     sum: Option<String>,
 }
 
@@ -62,7 +62,7 @@ impl Row {
         }
     }
 
-    /// Takes the workload's lines of a run.
+    /// Adds the workload's lines of a run.
     pub(super) fn add(&mut self, column: Column, run: &Run) -> Result<(), BootError> {
         let name = self.workload.name;
         let before = self.times[column as usize].len();
@@ -86,20 +86,20 @@ impl Row {
         self.workload
     }
 
-    /// The least of its times, in milliseconds: what the machine's other load adds has no bounds.
+    /// Returns the shortest of the times, in milliseconds, because what the machine's other load adds is not bounded.
     pub(super) fn best(&self, of: Column) -> Option<f64> {
         let times = self.times[of as usize].iter().copied();
         times.reduce(f64::min)
     }
 
-    /// Median of the ratios of times taken in the same round.
+    /// Returns the median of the ratios of times that were taken in the same round.
     pub(super) fn ratio(&self, of: Column, to: Column) -> Option<f64> {
         let pairs = self.times[of as usize].iter().zip(&self.times[to as usize]);
         median(&pairs.map(|(a, b)| a / b).collect::<Vec<_>>())
     }
 }
 
-/// The table of a suite, its geometric means after it.
+/// Returns the table of a suite, with its geometric means at the end.
 pub(super) fn compared(rows: &[Row], suite: Suite, verdict: &mut Verdict) -> String {
     let head = [
         "",
@@ -169,7 +169,7 @@ pub(super) fn compared(rows: &[Row], suite: Suite, verdict: &mut Verdict) -> Str
     aligned(&lines)
 }
 
-/// Of nothing there is none.
+/// Returns the median. `None` if there are no values.
 pub(super) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -187,7 +187,7 @@ fn geometric_mean(values: &[f64]) -> Option<f64> {
     (n != 0).then(|| (values.iter().map(|v| v.ln()).sum::<f64>() / n as f64).exp())
 }
 
-/// A number, or a dash.
+/// Formats a number, or a dash if there is none.
 pub(super) fn cell(value: Option<f64>) -> String {
     match value {
         None => "-".into(),
@@ -197,7 +197,7 @@ pub(super) fn cell(value: Option<f64>) -> String {
     }
 }
 
-/// Columns in line: the first to the left, the others to the right.
+/// Formats columns: the first to the left, the others to the right.
 pub(super) fn aligned(lines: &[Vec<String>]) -> String {
     let width = |column: usize| {
         let cells = lines.iter().filter_map(|l| l.get(column));
@@ -257,7 +257,7 @@ mod tests {
         let mut verdict = Verdict::default();
         let text = compared(&[row], Suite::Compute, &mut verdict);
         assert!(text.contains("6.00 (bar ≤ 2)"), "{text}");
-        // Over native, the kernels' mean over native, the integer mean over TCG.
+        // Three bars are missed: the time over native, the kernels' mean over native, and the integer mean over TCG.
         assert_eq!(verdict.missed.len(), 3, "{:?}", verdict.missed);
     }
 

@@ -1,17 +1,17 @@
-//! The workloads as data: what each runs, and which bars it counts for.
+//! The workloads as data: the script of each, and the bars that it counts for.
 //!
 //! A script is for busybox's `sh`, in the folder that has `program` (program.c), its
 //! preprocessed source and the files that [`PREPARE`] makes; it prints one line
 //! `@ NAME NANOSECONDS CHECKSUM`.
 
-/// What is measured together, in one boot.
+/// Workloads that are measured together, in one boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Suite {
     /// User-level computing.
     Compute,
-    /// What the kernel does.
+    /// The kernel's work.
     Kernel,
-    /// One vCPU against two.
+    /// Comparison of one vCPU with two.
     Smp,
     /// Tables beyond the reach of TLBs.
     Memory,
@@ -22,7 +22,7 @@ pub(super) enum Suite {
 pub(super) enum Group {
     /// Loops of integer instructions.
     Kernels,
-    /// The loops and the programs of integer instructions.
+    /// These loops, and programs of integer instructions.
     Integer,
     /// Real programs.
     Programs,
@@ -31,7 +31,7 @@ pub(super) enum Group {
     Compiler,
     /// Processes, system calls, page faults, scheduling.
     System,
-    /// Code that is made or changed while it runs.
+    /// Code that is generated or changed while it runs.
     Generated,
 }
 
@@ -40,11 +40,11 @@ pub(super) enum Group {
 pub(super) struct Bar {
     pub(super) group: Group,
     pub(super) name: &'static str,
-    /// Geometric mean of the time over native, at most.
+    /// Maximum geometric mean of the time over native.
     pub(super) native: Option<f64>,
-    /// Geometric mean of TCG's time over ours, at least.
+    /// Minimum geometric mean of TCG's time over ours.
     pub(super) tcg: Option<f64>,
-    /// The same for each workload of the group.
+    /// Minimum of TCG's time over ours, for each workload of the group.
     pub(super) tcg_each: f64,
 }
 
@@ -72,9 +72,9 @@ pub(super) const BARS: &[Bar] = &[
     },
 ];
 
-/// No compute workload may take longer than this times native.
+/// Maximum time of each compute workload, as a multiple of the native time.
 pub(super) const WORST_NATIVE: f64 = 5.0;
-/// Speed of two vCPUs over one, at least.
+/// Minimum speed of two vCPUs, as a multiple of that of one.
 pub(super) const SCALING_BAR: f64 = 1.6;
 
 /// A workload.
@@ -86,7 +86,7 @@ pub(super) struct Workload {
     pub(super) script: &'static str,
 }
 
-/// A kernel that is one of the integer workloads that TCG is compared by, too.
+/// Makes a loop, which is also one of the integer workloads that are compared with TCG.
 const fn kernel_loop(name: &'static str, script: &'static str) -> Workload {
     Workload {
         name,
@@ -110,7 +110,7 @@ const fn workload(
     }
 }
 
-/// What scripts find besides `program` and `program.i`.
+/// Makes the files that scripts find besides `program` and `program.i`.
 pub(super) const PREPARE: &str = r#"
 ./program text 4000000 >text
 head -c 600000 text >small
@@ -155,7 +155,7 @@ for n in 1 2 3 4; do cp program.i part$n.i; done
 printf 'all: part1.s part2.s part3.s part4.s\n%%.s: %%.i\n\tgcc -O1 -S -o $@ $<\n' >Makefile
 "#;
 
-/// All of them, in the order of the table.
+/// All workloads, in the order of the table.
 pub(super) const WORKLOADS: &[Workload] = &[
     kernel_loop("sieve", "./program sieve"),
     kernel_loop("qsort", "./program qsort"),

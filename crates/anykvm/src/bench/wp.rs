@@ -1,7 +1,7 @@
-//! `anykvm bench wp`: what changes of CR0.WP, of other inputs of the permission check, and visits to SMM cost.
+//! `anykvm bench wp`: measures changes of CR0.WP, changes of other inputs of the permission check, and visits to SMM.
 //!
-//! A guest of a few instructions repeats each change; what an empty loop takes is subtracted. The best of many runs counts. Nothing
-//! that the guest does here may flush or walk: the vCPU's counters say so.
+//! A guest of a few instructions repeats each change, and the time of an empty loop is subtracted. The best of many
+//! runs counts. The guest's changes must not flush or walk, which the vCPU's counters show.
 
 use std::time::Instant;
 
@@ -14,20 +14,20 @@ use super::report::{self, Verdict};
 use crate::cli::BenchArgs;
 use crate::error::BootError;
 
-/// Changes between two exits.
+/// Number of changes between two exits.
 const COUNT: u32 = 1000;
 const RUNS: u32 = 200;
 /// CR4.PGE, CR4.OSFXSR, CR4.PCIDE, CR4.SMAP, CR4.PKE.
 const CR4: u64 = 1 << 7 | 1 << 9 | 1 << 17 | 1 << 21 | 1 << 22;
-/// From a nanosecond on.
+/// The scale, which begins at a nanosecond.
 const SCALE: Scale = Scale {
     from: 0.001,
     decades: 3,
 };
-/// Where SMIs begin after a reset.
+/// The address at which SMIs begin after a reset.
 const SMI: u64 = 0x38000;
 
-/// What `--only` calls it, name, code, and nanoseconds that it may take.
+/// A change: its name for `--only`, its title, the code, and the maximum number of nanoseconds.
 type Change = (&'static str, &'static str, &'static [u8], Option<f64>);
 const CHANGES: [Change; 6] = [
     (
@@ -69,18 +69,18 @@ const CHANGES: [Change; 6] = [
         None,
     ),
 ];
-/// SMI and RSM, in nanoseconds.
+/// Maximum number of nanoseconds of an SMI and RSM.
 const SMI_BAR: f64 = 500.0;
 const SMI_NAME: &str = "smi";
-/// Counters of what may not happen.
+/// Counters of events that must not happen.
 const LOSSES: [&str; 3] = ["tlb_flush", "page_walks", "mmu_contexts_dropped"];
 
-/// What `--only` may name.
+/// Returns the names that `--only` may have.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     CHANGES.iter().map(|c| c.0).chain([SMI_NAME])
 }
 
-/// The suite.
+/// Runs the suite.
 pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, BootError> {
     let head = [
         "a change, ns",
@@ -138,7 +138,7 @@ fn losses(vcpu: &VcpuFd) -> Result<f64, BootError> {
     Ok(stats.iter().filter_map(lost).sum::<u64>() as f64)
 }
 
-/// A loop of the code that ends with an exit.
+/// Measures a loop of the code, which ends with an exit.
 fn measure(change: &[u8]) -> Result<(f64, f64), BootError> {
     // mov ebx, COUNT; …; dec ebx; jnz …; out 0x80, al; jmp …
     let mut code = vec![0xbb];
@@ -167,7 +167,7 @@ fn measure(change: &[u8]) -> Result<(f64, f64), BootError> {
     Ok((each, lost * 1000.0 / f64::from(COUNT * RUNS)))
 }
 
-/// Exits, each after a visit to SMM or not.
+/// Measures exits, each after a visit to SMM or not.
 fn visits(smi: bool) -> Result<(f64, f64), BootError> {
     let Bare { mut vcpu, vm, ram } = Bare::new(Mode::Long, true, &[0xe6, 0x80, 0xeb, 0xfc])?;
     // rsm
@@ -203,7 +203,7 @@ fn set_controls(vcpu: &VcpuFd) -> Result<(), BootError> {
     s.cr4 |= CR4;
     vcpu.set_sregs(&s)
         .map_err(BootError::kvm("KVM_SET_SREGS"))?;
-    // As systems have it, so that code with CR0.TS set is other code.
+    // Systems have these values, with which code is translated for another mode while CR0.TS is set.
     let mut fpu = vcpu.get_fpu().map_err(BootError::kvm("KVM_GET_FPU"))?;
     (fpu.fcw, fpu.mxcsr) = (0x37f, 0x1f80);
     vcpu.set_fpu(&fpu).map_err(BootError::kvm("KVM_SET_FPU"))

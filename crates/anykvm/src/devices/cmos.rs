@@ -1,10 +1,10 @@
-//! CMOS RAM and the MC146818 real-time clock at ports 0x70 and 0x71, showing the host's UTC.
+//! CMOS RAM and the MC146818 real-time clock at ports 0x70 and 0x71, which shows the host's UTC.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::fields::{Malformed, Reader, Writer};
 
-/// Registers (MC146818 datasheet; century as the FADT says).
+/// Registers of the MC146818 datasheet. The FADT says which one has the century.
 mod spec {
     pub(super) const SECONDS: u8 = 0x00;
     pub(super) const MINUTES: u8 = 0x02;
@@ -55,7 +55,7 @@ impl Cmos {
 
     pub(super) fn write(&mut self, port: u16, value: u8) {
         if port == 0x70 {
-            // Bit 7 masks NMI.
+            // Bit 7 of the port masks NMI.
             self.index = value & 0x7f;
         } else if let Some(byte) = self.ram.get_mut(usize::from(self.index)) {
             *byte = value;
@@ -98,8 +98,8 @@ fn bcd(value: u64) -> u8 {
     u8::try_from(((value / 10 % 10) << 4) | (value % 10)).unwrap_or(0)
 }
 
-/// Year, month, day of a day count from 1970-01-01 (proleptic Gregorian calendar): 400-year eras
-/// of 146,097 days, years beginning in March so that the leap day is the last.
+/// Returns year, month and day of a number of days since 1970-01-01 (proleptic Gregorian calendar). An era has 400
+/// years, or 146,097 days; years begin in March, so that the leap day is the last.
 fn civil_from_days(days: u64) -> (u64, u64, u64) {
     let shifted = days + 719_468;
     let era = shifted / 146_097;

@@ -1,20 +1,20 @@
-//! The control port (COM4): how the init of our initramfs talks to us.
+//! The control port (COM4), by which the init of our initramfs talks to us.
 //!
-//! Lines of text: `ready NAME` when it has opened its input, which is the device of that name, and
-//! `exit N` when the command has ended with status N. Anything else is ignored, so that a probe of
-//! the port does no harm. To the guest go lines `size ROWS COLUMNS` when the terminal has changed.
+//! The guest sends lines of text: `ready NAME` when init has opened its input, which is the device of that name, and
+//! `exit N` when the command has ended with status N. All other lines are ignored, so that a probe of the port does no
+//! harm. We send lines `size ROWS COLUMNS` when the terminal's size has changed.
 
 use crate::fields::{Malformed, Reader, Writer};
 
-/// A longer line is none of ours.
+/// Maximum length of a line. A longer one is not init's.
 const LINE_MAX: usize = 64;
 
-/// What the guest's init has connected our standard input to.
+/// The device that the guest's init has connected our standard input to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Connection {
-    /// COM1, a terminal there.
+    /// COM1, as a terminal.
     Serial,
-    /// hvc0, a terminal there.
+    /// hvc0, as a terminal.
     VirtioConsole,
     /// A port of the virtio console, for a command's input.
     Port,
@@ -23,7 +23,7 @@ pub(crate) enum Connection {
 }
 
 impl Connection {
-    /// In a saved machine; 0 is none.
+    /// Returns the number in a saved machine; 0 stands for none.
     pub(crate) fn number(self) -> u8 {
         match self {
             Self::Serial => 1,
@@ -33,7 +33,7 @@ impl Connection {
         }
     }
 
-    /// The one of that number.
+    /// Returns the connection of a number.
     pub(crate) fn numbered(number: u8) -> Option<Self> {
         let all = [
             Self::Serial,
@@ -55,7 +55,7 @@ impl Connection {
     }
 }
 
-/// What the machine must react to.
+/// A message that the machine has to react to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ControlMessage {
     /// The command's status.
@@ -87,7 +87,7 @@ impl Control {
         }
     }
 
-    /// A line that has only begun.
+    /// Saves a line that has only begun.
     pub(super) fn save(&self, w: &mut Writer) {
         w.bytes(&self.line);
     }

@@ -1,7 +1,7 @@
-//! What answers the guest's port and MMIO accesses: serial ports, CMOS, power and reset.
+//! The devices that answer the guest's port and MMIO accesses: serial ports, CMOS, power and reset.
 //!
-//! KVM's own chips (PIC, IOAPIC, LAPIC, PIT) never reach this; everything that nobody owns reads
-//! as ones, as an idle bus does.
+//! Accesses to KVM's own chips (PIC, IOAPIC, LAPIC, PIT) do not come here. A port or address that no device has reads
+//! as ones, as on an idle bus.
 
 mod cmos;
 mod control;
@@ -28,14 +28,14 @@ use cmos::Cmos;
 use power::Power;
 use serial::Uart;
 
-/// COM1 to COM4: where a PC has them, so that kernels find them without ACPI too.
+/// Ports of COM1 to COM4. They are a PC's, so that kernels find them without ACPI, too.
 pub(crate) const SERIAL_PORTS: [u16; 4] = [0x3f8, 0x2f8, 0x3e8, 0x2e8];
-/// Their ISA interrupts.
+/// ISA interrupts of COM1 to COM4.
 pub(crate) const SERIAL_IRQS: [u32; 4] = [4, 3, 4, 3];
-/// Registers of one UART.
+/// Number of a UART's registers.
 const SERIAL_LEN: u16 = 8;
 
-/// All devices; shared by the vCPU threads and the input thread, one lock per device.
+/// All devices. The vCPU threads and the input thread share them; each device has a lock.
 pub(crate) struct Devices {
     uarts: [Mutex<Uart>; 4],
     cmos: Mutex<Cmos>,
@@ -44,15 +44,15 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
-    /// One UART for each of `ports` (where its output goes and what interrupts), and
-    /// what is on the PCI bus.
+    /// Makes one UART for each of `ports` (where its output goes, and its interrupt). `pci` is the PCI bus with its
+    /// devices.
     pub(crate) fn new(ports: [(Sink, Edge); 4], pci: Root) -> std::io::Result<Arc<Self>> {
         let (ask, asked) = channel();
         let mut index = 0usize;
         let uarts = ports.map(|(sink, irq)| {
             let (ask, this) = (ask.clone(), index);
             index += 1;
-            // The receiver is gone only when the thread could not be started.
+            // The receiver is gone only if the thread could not be started.
             let ask = move || ask.send(this).unwrap_or_default();
             Mutex::new(Uart::new(sink, irq, Box::new(ask)))
         });
@@ -69,19 +69,19 @@ impl Devices {
         Ok(devices)
     }
 
-    /// Queues bytes for the guest to read from COM`index + 1`; they wait until it takes them.
+    /// Queues bytes for the guest to read from COM`index + 1`. They wait until the guest takes them.
     pub(crate) fn feed(&self, index: usize, bytes: &[u8]) {
         if let Some(uart) = self.uarts.get(index) {
             lock(uart).feed(bytes);
         }
     }
 
-    /// How many bytes the guest has not taken yet.
+    /// Returns how many bytes the guest has not taken yet.
     pub(crate) fn backlog(&self, index: usize) -> usize {
         self.uarts.get(index).map_or(0, |uart| lock(uart).backlog())
     }
 
-    /// IN. `data` has the access' size, or several bytes for a string instruction.
+    /// Handles IN. `data` has the access's size, or several bytes for a string instruction.
     pub(crate) fn port_read(&self, port: u16, data: &mut [u8]) {
         data.fill(0xff);
         if let Some((uart, register)) = self.uart(port) {
@@ -96,7 +96,7 @@ impl Devices {
         }
     }
 
-    /// OUT. Returns an ending if this was the guest's way to stop the machine.
+    /// Handles OUT. Returns an ending if the guest has stopped the machine by it.
     pub(crate) fn port_write(&self, port: u16, data: &[u8]) -> Option<Ending> {
         if let Some((uart, register)) = self.uart(port) {
             let mut uart = lock(uart);
@@ -113,29 +113,29 @@ impl Devices {
         }
     }
 
-    /// A load from where there is no RAM.
+    /// Handles a load from an address without RAM.
     pub(crate) fn mmio_read(&self, gpa: u64, data: &mut [u8]) {
         data.fill(0xff);
-        // Ones stay where nobody answers.
+        // Where no device answers, the ones stay.
         self.pci.mmio_read(gpa, data);
     }
 
-    /// A store to where there is no RAM.
+    /// Handles a store to an address without RAM.
     pub(crate) fn mmio_write(&self, gpa: u64, data: &[u8]) {
         self.pci.mmio_write(gpa, data);
     }
 
-    /// The devices stop, and leave guest memory alone, until [`Self::resume`].
+    /// Stops the devices: they do not touch guest memory until [`Self::resume`].
     pub(crate) fn pause(&self) {
         self.pci.pause();
     }
 
-    /// They go on.
+    /// Makes the devices go on.
     pub(crate) fn resume(&self) {
         self.pci.resume();
     }
 
-    /// The state of all of them, which stand still.
+    /// Saves the state of all devices, which stand still.
     pub(crate) fn save(&self, w: &mut Writer) {
         self.uarts.iter().for_each(|uart| lock(uart).save(w));
         lock(&self.cmos).save(w);
@@ -143,7 +143,7 @@ impl Devices {
         self.pci.save(w);
     }
 
-    /// New devices of the same kinds become what was saved.
+    /// Loads a saved state into new devices of the same kinds.
     pub(crate) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
         for uart in &self.uarts {
             lock(uart).load(r.part("a serial port"))?;
@@ -153,7 +153,7 @@ impl Devices {
         self.pci.load(r)
     }
 
-    /// What a port has received and the guest not yet taken is sent on.
+    /// Sends on what a port has received and the guest has not taken yet.
     pub(crate) fn wake(&self) {
         self.uarts.iter().for_each(|uart| lock(uart).refill());
     }
@@ -169,7 +169,7 @@ impl Devices {
     }
 }
 
-/// Fills the FIFOs of UARTs that have rested, until the devices are gone.
+/// Refills the FIFOs of UARTs that have rested, until the devices are gone.
 fn refill_rested(asked: &Receiver<usize>, devices: &Weak<Devices>) {
     while let Ok(index) = asked.recv() {
         let Some(devices) = devices.upgrade() else {

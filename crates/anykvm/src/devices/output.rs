@@ -1,4 +1,4 @@
-//! Guest output on its way to our standard output or error: buffered, in its own thread.
+//! Guest output on its way to our standard output or error: a thread writes it from a buffer.
 //!
 //! A UART gives one byte per exit. Writing each would cost a system call in the vCPU's run path;
 //! here bytes are gathered for a millisecond and then written together. A full buffer makes the
@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use crate::lock::lock;
 
-/// Bytes that may wait.
+/// Maximum number of bytes that wait.
 const BUFFER_MAX: usize = 1 << 20;
 /// How long the first byte of a batch waits for more.
 const GATHER: Duration = Duration::from_millis(1);
 
-/// Which of our streams.
+/// One of our standard streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stream {
     /// Standard output.
@@ -29,7 +29,7 @@ struct State {
     buffer: Vec<u8>,
     is_writing: bool,
     is_closed: bool,
-    /// Who waits for room.
+    /// Functions that are called when there is room again.
     when_room: Vec<Box<dyn Fn() + Send>>,
 }
 
@@ -40,12 +40,12 @@ pub(crate) struct Output {
     changed: Condvar,
 }
 
-/// Why a stream cannot be written to any more.
+/// The reason why a stream cannot be written to any more.
 type Closed = rustix::io::Errno;
 
 impl Output {
-    /// Starts the writer; `on_closed` is called once if the stream cannot be written to any more:
-    /// its reader went away, or its disk is full. What comes then is dropped.
+    /// Starts the writer. `on_closed` is called once if the stream cannot be written to any more, because its reader is
+    /// gone or its disk is full. Later output is dropped.
     pub(crate) fn start(
         stream: Stream,
         on_closed: impl Fn(Closed) + Send + 'static,
@@ -58,7 +58,7 @@ impl Output {
         Ok(output)
     }
 
-    /// Whether [`Self::push`] would wait.
+    /// Returns true if [`Self::push`] would wait.
     pub(crate) fn is_full(&self) -> bool {
         let state = lock(&self.state);
         state.buffer.len() >= BUFFER_MAX && !state.is_closed
@@ -69,7 +69,7 @@ impl Output {
         lock(&self.state).when_room.push(ring);
     }
 
-    /// Adds bytes; waits while the buffer is full.
+    /// Adds bytes. Waits while the buffer is full.
     pub(crate) fn push(&self, bytes: &[u8]) {
         let mut state = lock(&self.state);
         while state.buffer.len() >= BUFFER_MAX && !state.is_closed {
@@ -87,7 +87,7 @@ impl Output {
         state.buffer.extend_from_slice(bytes);
     }
 
-    /// Waits until everything is written, but not for ever: the reader may be stopped.
+    /// Waits until everything is written, but for a limited time, because the reader may be stopped.
     pub(crate) fn drain(&self, limit: Duration) {
         let deadline = Instant::now() + limit;
         let mut state = lock(&self.state);
@@ -103,13 +103,13 @@ impl Output {
         }
     }
 
-    /// Without a writer.
+    /// Makes an output without a writer.
     #[cfg(test)]
     pub(crate) fn for_test() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// As after the reader of the stream went away.
+    /// Makes an output whose reader is gone.
     #[cfg(test)]
     pub(crate) fn for_nobody() -> Arc<Self> {
         let output = Self::for_test();
@@ -117,7 +117,7 @@ impl Output {
         output
     }
 
-    /// What waits.
+    /// Returns the bytes that wait.
     #[cfg(test)]
     pub(crate) fn take(&self) -> Vec<u8> {
         std::mem::take(&mut lock(&self.state).buffer)
@@ -158,7 +158,8 @@ impl Output {
     }
 }
 
-/// Not through `std::io::stdout`: its line buffer would split and hold back what the guest sent.
+/// Writes all bytes. `std::io::stdout` is not used, because its line buffer would split and hold back the guest's
+/// output.
 fn write_all(stream: Stream, mut bytes: &[u8]) -> rustix::io::Result<()> {
     let fd = match stream {
         Stream::Out => rustix::stdio::stdout(),
@@ -169,7 +170,7 @@ fn write_all(stream: Stream, mut bytes: &[u8]) -> rustix::io::Result<()> {
             Ok(0) => return Err(rustix::io::Errno::IO),
             Ok(n) => bytes = bytes.get(n..).unwrap_or_default(),
             Err(rustix::io::Errno::INTR) => {}
-            // Somebody made our terminal non-blocking.
+            // Another program has made our terminal non-blocking.
             Err(rustix::io::Errno::AGAIN) => thread::sleep(GATHER),
             Err(errno) => return Err(errno),
         }

@@ -1,4 +1,4 @@
-//! Ways off: ACPI's PM1a block and timer, the 0xcf9 reset port, the keyboard controller's line.
+//! Ways to switch off or reset: ACPI's PM1a block and timer, the 0xcf9 reset port, the keyboard controller's line.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -14,7 +14,7 @@ mod spec {
     pub(super) const PM1_ENABLE: u16 = PM_BASE + 2;
     pub(super) const PM1_CONTROL: u16 = PM_BASE + 4;
     pub(super) const PM_TIMER: u16 = PM_BASE + 8;
-    /// Always in ACPI mode.
+    /// ACPI mode is always on.
     pub(super) const SCI_EN: u16 = 1;
     pub(super) const SLP_TYP_SHIFT: u16 = 10;
     pub(super) const SLP_EN: u16 = 1 << 13;
@@ -28,13 +28,13 @@ mod spec {
     pub(super) const KBD_PULSE_RESET: u8 = 0xfe;
 }
 
-/// The host's time of day in nanoseconds.
+/// Returns the host's time of day in nanoseconds.
 fn realtime() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |since| since.as_nanos() as u64)
 }
 
-/// The value in `SLP_TYPx` that means S5; the DSDT's `_S5` package names it.
+/// The value of `SLP_TYPx` for S5; the DSDT's `_S5` package names it.
 pub(crate) const SLEEP_TYPE_S5: u8 = 5;
 
 /// DEVIATION: no PM1 event ever happens, so the SCI is never raised.
@@ -52,7 +52,8 @@ impl Power {
         }
     }
 
-    /// The timer goes on while the machine is on its way, as the guest's other clocks do.
+    /// Saves the registers and the timer. The timer goes on while the machine is on its way, as the guest's other
+    /// clocks do.
     pub(super) fn save(&self, w: &mut Writer) {
         w.put(&self.enable);
         w.put(&(self.started.elapsed().as_nanos() as u64));
@@ -64,19 +65,19 @@ impl Power {
         let ran = r.get::<u64>()?;
         let on_its_way = realtime().saturating_sub(r.get()?);
         let ago = Duration::from_nanos(ran.saturating_add(on_its_way));
-        // A machine that has just been started has no such time to go back to; then the timer jumps.
+        // If this host has been running for a shorter time, no instant is that early, and the timer jumps.
         self.started = Instant::now().checked_sub(ago).unwrap_or(self.started);
         Ok(())
     }
 
-    /// Leaves `data` alone if the port is not ours.
+    /// Reads a port. Leaves `data` as it is if the port is none of these.
     pub(super) fn read(&self, port: u16, data: &mut [u8]) {
         let value = match port {
             spec::PM1_STATUS => 0,
             spec::PM1_ENABLE => u32::from(self.enable),
             spec::PM1_CONTROL => u32::from(spec::SCI_EN),
             spec::PM_TIMER => self.timer(),
-            // An idle controller without data; ones would make the kernel wait for it.
+            // The keyboard controller is idle and has no data. Ones would make the kernel wait for it.
             spec::KBD_DATA | spec::KBD_COMMAND | spec::RESET_CONTROL => 0,
             _ => return,
         };
@@ -96,7 +97,7 @@ impl Power {
                     return Some(Ending::PowerOff);
                 }
             }
-            // A byte: a wider access at 0xcf8 is PCI's.
+            // The reset port is a byte; a wider access at 0xcf8 is PCI's.
             spec::RESET_CONTROL if low & spec::RESET_CPU != 0 => return Some(Ending::Reset),
             spec::KBD_COMMAND if low == spec::KBD_PULSE_RESET => return Some(Ending::Reset),
             _ => {}

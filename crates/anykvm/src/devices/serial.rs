@@ -1,8 +1,8 @@
-//! One 16550 serial port: `vm-superio`'s registers, plus an input queue with flow control.
+//! One 16550 serial port: the registers of `vm-superio`, and an input queue with flow control.
 //!
-//! A wire is slow, this is not: a FIFO that is full again as soon as it was read keeps the guest in
-//! its interrupt handler until its buffers overflow. So the FIFO stays empty for as long as the
-//! guest took to read it, and the guest has half of its time for what it read.
+//! A wire is slow, but this device is not. A FIFO that is full again as soon as it was read would keep the guest in its
+//! interrupt handler until its buffers overflow. So the FIFO stays empty for as long as the guest took to read it, and
+//! the guest has half of its time for what it has read.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,7 +23,7 @@ mod spec {
     pub(super) const DATA: u8 = 0;
     pub(super) const IER_RECEIVED: u8 = 1;
     pub(super) const IIR: u8 = 2;
-    /// The interrupt's number, and two of them: none, received data.
+    /// The interrupt's number, and two of its values: none, received data.
     pub(super) const IIR_ID: u8 = 0xf;
     pub(super) const IIR_NONE: u8 = 1;
     pub(super) const IIR_RECEIVED: u8 = 4;
@@ -34,12 +34,12 @@ mod spec {
 }
 use spec::{MCR, MCR_RTS};
 
-/// A guest that was held up is not to be punished for it.
+/// Maximum time for which the FIFO stays empty: a guest that was held up is not punished for it.
 const REST_MAX: Duration = Duration::from_millis(10);
 
 /// Where the bytes go that the guest sends.
 pub(crate) enum Sink {
-    /// Our standard output or error, and who listens for a kernel's last words.
+    /// Our standard output or error. The watch looks for a kernel's last words.
     Output(Arc<Output>, Watch),
     /// The line protocol of the guest's init.
     Control(Control),
@@ -48,7 +48,7 @@ pub(crate) enum Sink {
 }
 
 impl Sink {
-    /// The control port; `on_ready` is called when the guest's init reads its input.
+    /// Makes the sink of the control port. `on_ready` is called when the guest's init reads its input.
     pub(crate) fn control(on_ready: Box<dyn Fn(Connection) + Send>) -> Self {
         Self::Control(Control::new(on_ready))
     }
@@ -72,7 +72,7 @@ impl io::Write for Sink {
     }
 }
 
-/// Sends one edge of the port's ISA interrupt.
+/// A function that sends one edge of the port's ISA interrupt.
 pub(crate) type Edge = Arc<dyn Fn() + Send + Sync>;
 
 #[derive(Clone)]
@@ -94,13 +94,13 @@ pub(super) struct Uart {
     /// When the FIFO was last filled, and how long the guest took to read it.
     filled: Instant,
     took: Duration,
-    /// [`Self::refill`] was asked for.
+    /// True if [`Self::refill`] was asked for.
     is_resting: bool,
     ask_refill: Box<dyn Fn() + Send>,
 }
 
 impl Uart {
-    /// `ask_refill` shall have [`Self::refill`] called after [`Self::rest`].
+    /// Makes a port. `ask_refill` has [`Self::refill`] called after [`Self::rest`].
     pub(super) fn new(sink: Sink, irq: Edge, ask_refill: Box<dyn Fn() + Send>) -> Self {
         Self {
             serial: Serial::new(Interrupt(irq), sink),
@@ -124,8 +124,8 @@ impl Uart {
 
     pub(super) fn read(&mut self, register: u8) -> u8 {
         let mut value = self.serial.read(register);
-        // `vm-superio` forgets the interrupt when one byte of several is read. Linux reads 256
-        // bytes at most before it asks here whether there are more.
+        // `vm-superio` forgets the interrupt when one byte of several is read. Linux reads at most 256 bytes before it
+        // asks here whether there are more.
         if register == spec::IIR && value & spec::IIR_ID == spec::IIR_NONE && self.has_received() {
             value = (value & !spec::IIR_ID) | spec::IIR_RECEIVED;
         }
@@ -138,7 +138,7 @@ impl Uart {
         value
     }
 
-    /// Its registers, and what waits.
+    /// Saves the registers, and the bytes that wait.
     pub(super) fn save(&self, w: &mut Writer) {
         let s = self.serial.state();
         let [a, b] = [s.baud_divisor_low, s.baud_divisor_high];
@@ -153,7 +153,7 @@ impl Uart {
         }
     }
 
-    /// Becomes what was saved, with its own output and interrupt.
+    /// Loads a saved state; output and interrupt stay this port's.
     pub(super) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
         let [
             baud_divisor_low,
@@ -190,12 +190,12 @@ impl Uart {
         Ok(())
     }
 
-    /// How long the FIFO is to stay empty.
+    /// Returns how long the FIFO has to stay empty.
     pub(super) fn rest(&self) -> Duration {
         self.took.min(REST_MAX)
     }
 
-    /// The rest is over.
+    /// Ends the rest.
     pub(super) fn refill(&mut self) {
         self.is_resting = false;
         self.pump();
@@ -205,7 +205,7 @@ impl Uart {
         self.serial.fifo_capacity() == spec::FIFO_LEN
     }
 
-    /// Whether there is data in the FIFO and its interrupt is enabled.
+    /// Returns true if there is data in the FIFO and its interrupt is enabled.
     fn has_received(&self) -> bool {
         let is_enabled = self.serial.state().interrupt_enable & spec::IER_RECEIVED != 0;
         is_enabled && !self.is_fifo_empty()
@@ -215,7 +215,7 @@ impl Uart {
         if register == MCR {
             self.mcr = value;
         }
-        // The only errors are a full loop-back FIFO: a lost byte, as on hardware.
+        // The only error is a full FIFO in loop-back mode: a byte is lost, as on hardware.
         let _ = self.serial.write(register, value);
         if register == MCR {
             self.pump();
@@ -228,8 +228,7 @@ impl Uart {
         }
     }
 
-    /// Fills the FIFO when it is empty, which interrupts once for all of it, if the guest lets us
-    /// send.
+    /// Fills the FIFO if it is empty and the guest lets us send. That causes one interrupt for all of it.
     fn pump(&mut self) {
         if self.is_resting || self.mcr & MCR_RTS == 0 || !self.is_fifo_empty() {
             return;
@@ -245,7 +244,7 @@ impl Uart {
                 Ok(taken) if taken > 0 => {
                     self.pending.drain(..taken.min(self.pending.len()));
                 }
-                // Loop-back mode takes nothing.
+                // A port in loop-back mode takes nothing.
                 _ => return,
             }
         }
@@ -288,8 +287,8 @@ mod tests {
         assert_eq!(got, sent);
     }
 
-    /// Linux' interrupt handler: ports are asked until none has an interrupt; each time at most
-    /// 256 bytes are read.
+    /// Does what Linux's interrupt handler does: asks ports until none has an interrupt, and reads at most 256 bytes
+    /// each time.
     fn handle(uart: &mut Uart, got: &mut Vec<u8>) {
         while uart.read(spec::IIR) & spec::IIR_ID != spec::IIR_NONE {
             let mut left = 256;
@@ -313,7 +312,7 @@ mod tests {
             uart.feed(&bytes);
             while irq.swap(0, Ordering::Relaxed) != 0 {
                 handle(&mut uart, &mut got);
-                // Flow control in the middle.
+                // Flow control stops the port in the middle.
                 uart.write(MCR, 0x9);
                 handle(&mut uart, &mut got);
                 uart.write(MCR, 0xb);

@@ -1,17 +1,17 @@
-//! What a kernel says at its end: panics and halts look to the machine like a reset or like nothing.
+//! What a kernel prints at its end. To the machine, panics and halts look like a reset or like nothing.
 //!
-//! Only lines of the kernel's own form count, from their start, on a port that the kernel prints to.
+//! Only lines of the kernel's own form count, from their begin on, on a port that the kernel prints to.
 
 use std::sync::{Arc, Mutex};
 
 use crate::lock::lock;
 
-/// A longer line is cut.
+/// Maximum length of a line; a longer one is cut off.
 const LINE_MAX: usize = 200;
 const PANIC: &str = "Kernel panic - not syncing: ";
 const HALTED: &str = "reboot: System halted";
 
-/// What the lines of all ports have told.
+/// What the lines of all ports have said.
 #[derive(Default)]
 pub(crate) struct LastWords {
     panic: Mutex<Option<String>>,
@@ -19,7 +19,7 @@ pub(crate) struct LastWords {
 }
 
 impl LastWords {
-    /// `on_halt` is called when a kernel says that it halts: it may be true.
+    /// Makes a watch without ports. `on_halt` is called when a kernel says that it halts, which may be true.
     pub(crate) fn new(on_halt: impl FnOnce() + Send + 'static) -> Arc<Self> {
         Arc::new(Self {
             panic: Mutex::default(),
@@ -27,13 +27,13 @@ impl LastWords {
         })
     }
 
-    /// Why the kernel has panicked, if it has.
+    /// Returns why the kernel has panicked, if it has.
     pub(crate) fn panic(&self) -> Option<String> {
         lock(&self.panic).clone()
     }
 
     fn hear(&self, line: &str) {
-        // `[    1.234567] ` comes before, unless the kernel's printk.time is off.
+        // The time `[    1.234567] ` comes before, unless the kernel's printk.time is off.
         let text = match line
             .strip_prefix('[')
             .and_then(|rest| rest.split_once("] "))
@@ -51,7 +51,7 @@ impl LastWords {
     }
 }
 
-/// One port's lines.
+/// The lines of one port.
 pub(crate) struct Watch {
     line: Vec<u8>,
     words: Arc<LastWords>,

@@ -1,4 +1,4 @@
-//! Which shared libraries a program needs: the interpreter and DT_NEEDED, recursively.
+//! The shared libraries that a program needs: its interpreter and DT_NEEDED, recursively.
 //!
 //! System V ABI, ELF: program headers and the dynamic section. Files are read, never executed.
 
@@ -17,7 +17,7 @@ const LIBRARY_FOLDERS: [&str; 7] = [
     "/usr/lib",
 ];
 
-/// What one ELF file asks for.
+/// What one ELF file needs.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Needs {
     pub(super) interpreter: Option<String>,
@@ -25,7 +25,7 @@ pub(super) struct Needs {
     run_path: Option<String>,
 }
 
-/// Paths of all libraries that the ELF file `bytes`, found at `path`, needs to run.
+/// Returns the paths of all libraries that the ELF file `bytes`, found at `path`, needs to run.
 pub(super) fn closure(path: &Path, bytes: &[u8]) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
     let mut queue = vec![(path.to_path_buf(), needs(bytes))];
@@ -39,7 +39,7 @@ pub(super) fn closure(path: &Path, bytes: &[u8]) -> BTreeSet<PathBuf> {
             if !found.insert(library.clone()) {
                 continue;
             }
-            // What cannot be read here is missed by the guest's loader, which names it.
+            // A library that cannot be read is missing in the guest, whose loader names it.
             if let Ok(bytes) = fs::read(&library) {
                 queue.push((library, self::needs(&bytes)));
             }
@@ -62,7 +62,7 @@ fn find(user: &Path, name: &str, run_path: Option<&str>) -> Option<PathBuf> {
         .find(|path| path.exists())
 }
 
-/// Empty for anything that is not a 64-bit little-endian ELF file.
+/// Returns what an ELF file needs; nothing if the file is not a 64-bit little-endian ELF file.
 pub(super) fn needs(bytes: &[u8]) -> Needs {
     parse(bytes).unwrap_or_default()
 }

@@ -8,7 +8,7 @@ const S_IFREG: u32 = 0o100_000;
 const S_IFLNK: u32 = 0o120_000;
 const S_IFCHR: u32 = 0o020_000;
 
-/// An archive under construction. Paths are absolute in the guest; parents are made on the way.
+/// An archive that is being made. Paths are absolute paths in the guest. Parent folders are added as needed.
 #[derive(Debug, Default)]
 pub(crate) struct Archive {
     bytes: Vec<u8>,
@@ -17,7 +17,7 @@ pub(crate) struct Archive {
 }
 
 impl Archive {
-    /// A folder, unless it is there.
+    /// Adds a folder, unless it is there.
     pub(crate) fn folder(&mut self, path: &str, mode: u32) {
         let name = relative(path);
         if name.is_empty() || !self.claim(&name) {
@@ -26,7 +26,7 @@ impl Archive {
         self.entry(&name, S_IFDIR | mode, (0, 0), &[]);
     }
 
-    /// A file; the first of a name wins.
+    /// Adds a file, unless the name is taken.
     pub(crate) fn file(&mut self, path: &str, mode: u32, content: &[u8]) {
         let name = relative(path);
         if self.claim(&name) {
@@ -34,7 +34,7 @@ impl Archive {
         }
     }
 
-    /// A symbolic link.
+    /// Adds a symbolic link.
     pub(crate) fn link(&mut self, path: &str, target: &str) {
         let name = relative(path);
         if self.claim(&name) {
@@ -42,7 +42,7 @@ impl Archive {
         }
     }
 
-    /// A character device.
+    /// Adds a character device.
     pub(crate) fn device(&mut self, path: &str, mode: u32, major: u32, minor: u32) {
         let name = relative(path);
         if self.claim(&name) {
@@ -50,18 +50,18 @@ impl Archive {
         }
     }
 
-    /// Whether something has this path.
+    /// Returns true if the path is in the archive.
     pub(crate) fn contains(&self, path: &str) -> bool {
         self.present.contains(&relative(path))
     }
 
-    /// The archive with its trailer.
+    /// Returns the archive with its trailer.
     pub(crate) fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, (0, 0), &[]);
         self.bytes
     }
 
-    /// Makes the parents; false if the name is taken.
+    /// Adds the parent folders. Returns false if the name is taken.
     fn claim(&mut self, name: &str) -> bool {
         if self.present.contains(name) {
             return false;
@@ -96,7 +96,7 @@ impl Archive {
     }
 }
 
-/// "/a//b/./c/" → "a/b/c"; ".." cannot leave the root.
+/// Returns the path relative to the root: "/a//b/./c/" becomes "a/b/c", and ".." cannot leave the root.
 fn relative(path: &str) -> String {
     let mut parts = Vec::new();
     for part in path.split('/') {

@@ -1,4 +1,4 @@
-//! A kernel and a busybox from Debian: what is on the machine already, else from its packages.
+//! A kernel and a busybox from Debian: those on the machine, else from Debian's packages.
 //!
 //! `apt-get download` and `dpkg -x` need no privileges, only package lists.
 
@@ -13,7 +13,7 @@ use crate::{setup, terminal};
 /// Where apt keeps what it has fetched.
 const ARCHIVES: &str = "/var/cache/apt/archives";
 
-/// What is looked for.
+/// A file that is looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Wanted {
     Kernel,
@@ -21,7 +21,7 @@ enum Wanted {
 }
 
 impl Wanted {
-    /// The package, which may stand for another one.
+    /// Returns the name of the package, which may stand for another one.
     fn package(self) -> &'static str {
         match self {
             Self::Kernel => "linux-image-cloud-amd64",
@@ -36,7 +36,7 @@ impl Wanted {
         }
     }
 
-    /// What is missing, and how a user can give it.
+    /// Makes an error that says what is missing and how a user can provide it.
     fn missing(self, why: &str) -> BootError {
         let text = match self {
             Self::Kernel => format!(
@@ -52,14 +52,14 @@ impl Wanted {
     }
 }
 
-/// A kernel: from our cache, from /boot, or fetched into the cache.
+/// Returns a kernel: from our cache, from /boot, or fetched into the cache.
 pub(crate) fn kernel() -> Result<PathBuf, BootError> {
     let cached = || newest_kernel(&cache_folder()?.join("kernel/boot"));
     let found = || cached().or_else(|| newest_kernel(Path::new("/boot")));
     find_or_fetch(Wanted::Kernel, found)
 }
 
-/// A statically linked busybox: the machine's, or Debian's.
+/// Returns a statically linked busybox: the machine's, or Debian's.
 pub(crate) fn busybox() -> Result<PathBuf, BootError> {
     let found = || {
         let cache = cache_folder().unwrap_or_default();
@@ -83,11 +83,11 @@ fn find_or_fetch(
     found().ok_or_else(|| wanted.missing("Debian's package has none"))
 }
 
-/// `$XDG_CACHE_HOME/anykvm` or `~/.cache/anykvm`.
+/// Returns `$XDG_CACHE_HOME/anykvm` or `~/.cache/anykvm`.
 fn cache_folder() -> Option<PathBuf> {
     let set = |name: &str| {
         let path = PathBuf::from(std::env::var_os(name)?);
-        // Other paths are to be ignored (XDG base directory specification).
+        // Relative paths are ignored (XDG base directory specification).
         path.is_absolute().then_some(path)
     };
     set("XDG_CACHE_HOME")
@@ -200,7 +200,7 @@ fn package_file(wanted: Wanted, folder: &Path) -> Result<PathBuf, BootError> {
             Ok(file) => return Ok(file),
             Err(why) => why,
         };
-        // Lists that are not there, or that name versions which are gone.
+        // The lists are missing, or name versions that are gone.
         if is_root && !has_updated {
             terminal::progress("updating apt's package lists");
             has_updated = true;
@@ -220,7 +220,7 @@ fn package_file(wanted: Wanted, folder: &Path) -> Result<PathBuf, BootError> {
     }
 }
 
-/// Why not, in apt's own words.
+/// Fetches a package. The error is apt's own.
 fn download(wanted: Wanted, folder: &Path) -> Result<PathBuf, String> {
     let package = match wanted {
         Wanted::Kernel => dependency(wanted.package()),
@@ -228,7 +228,7 @@ fn download(wanted: Wanted, folder: &Path) -> Result<PathBuf, String> {
     };
     let prefix = match &package {
         Ok(package) => package.clone(),
-        // Without lists: any version that is here.
+        // Without lists, any version on this machine will do.
         Err(_) => "linux-image-".to_owned(),
     };
     if let Some(file) = in_archives(Path::new(ARCHIVES), &prefix) {
@@ -244,7 +244,7 @@ fn download(wanted: Wanted, folder: &Path) -> Result<PathBuf, String> {
         .ok_or_else(|| format!("apt-get download {package} left no file"))
 }
 
-/// The newest package there with a kernel, or of this name.
+/// Returns the newest package in the folder with a kernel, or of this name.
 fn in_archives(archives: &Path, prefix: &str) -> Option<PathBuf> {
     let mut found: Vec<PathBuf> = debs(archives)
         .into_iter()
@@ -262,7 +262,7 @@ fn in_archives(archives: &Path, prefix: &str) -> Option<PathBuf> {
     found.pop()
 }
 
-/// `linux-image-6.1.0-50-cloud-amd64`, not the package that stands for it.
+/// Returns true for `linux-image-6.1.0-50-cloud-amd64`, and false for the package that stands for it.
 fn has_digit(name: &str) -> bool {
     let version = name.strip_prefix("linux-image-").unwrap_or_default();
     version.starts_with(|c: char| c.is_ascii_digit())
@@ -276,7 +276,7 @@ fn debs(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The versioned package that a meta package stands for.
+/// Returns the versioned package that a meta package stands for.
 fn dependency(package: &str) -> Result<String, String> {
     let output = run(Command::new("apt-cache").args(["depends", package]))?;
     let text = String::from_utf8_lossy(&output);
@@ -286,10 +286,10 @@ fn dependency(package: &str) -> Result<String, String> {
         .ok_or_else(|| format!("apt's lists have no {package}"))
 }
 
-/// Standard output, or the errors in the program's own words.
+/// Returns a program's standard output, or its errors.
 fn run(command: &mut Command) -> Result<Vec<u8>, String> {
     let program = command.get_program().to_string_lossy().into_owned();
-    // Messages in one language: they are looked at.
+    // The messages are examined, so they have to be in a known language.
     let output = setup::run(command.env("LC_ALL", "C.UTF-8"))
         .map_err(|error| format!("{program} cannot be run ({error})"))?;
     if output.status.success() {

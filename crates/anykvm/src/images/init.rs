@@ -1,34 +1,34 @@
-//! The script that is the guest's first process: it connects the streams, runs the shell or the
-//! command, and reports its status.
+//! The script that is the guest's first process. It connects the streams, runs the shell or the command, and reports
+//! the status.
 //!
-//! COM1 is the console, COM2 the kernel's messages and our standard error, COM4 the control port
-//! (`devices/control.rs`). A command's streams are ports of the virtio console; on a kernel without
-//! it they are COM1, COM2 and, for input, COM3.
+//! COM1 is the console, COM2 has the kernel's messages and our standard error, and COM4 is the control port
+//! (`devices/control.rs`). A command's streams are ports of the virtio console. On a kernel without virtio they are
+//! COM1, COM2 and, for input, COM3.
 
 use super::modules::Module;
 use crate::cli::ConsoleKind;
 use crate::streams::Shape;
 
-/// What the guest's first process does.
+/// The task of the guest's first process.
 #[derive(Debug)]
 pub(crate) struct Init<'a> {
-    /// Empty: a shell on a terminal.
+    /// The command. Empty: a shell on a terminal is started.
     pub(crate) command: &'a [String],
-    /// What it has for standard input, output and error.
+    /// What the command or the shell has for standard input, output and error.
     pub(crate) shape: Shape,
     /// Rows and columns of the terminal.
     pub(crate) size: Option<(u16, u16)>,
-    /// Where the console is, if the user says so.
+    /// The console device, if the user names it.
     pub(crate) console: Option<ConsoleKind>,
-    /// There is a virtio console, if the kernel knows it.
+    /// True if the machine has a virtio console; the kernel may not know it.
     pub(crate) uses_virtio: bool,
-    /// The command, or the shell, runs on the disk with this serial number.
+    /// Serial number of the disk that the command or the shell runs on, if it runs on one.
     pub(crate) root_serial: Option<&'a str>,
-    /// That disk's own init takes over.
+    /// The init of that disk that takes over, if there is one.
     pub(crate) own_init: Option<&'a str>,
     /// Kernel modules to load first, in this order.
     pub(crate) modules: Vec<Module>,
-    /// What to say if there is no disk: where its module was looked for.
+    /// What to say if there is no disk: where its module was searched for.
     pub(crate) missing: Option<String>,
 }
 
@@ -102,7 +102,7 @@ find_program() {
 }
 "#;
 
-/// Where the streams go: to ports of the virtio console, or to serial ports.
+/// Connects the streams to ports of the virtio console, or else to serial ports.
 const PORTS: &str = r#"    find_port anykvm.in
     in=$port
     find_port anykvm.out
@@ -120,9 +120,9 @@ const SERIAL_PORTS: &str = r#"    in=/dev/ttyS2
     connection=ttyS2
 "#;
 
-/// The command has pipes, which pumps fill and empty: a port can be opened once only, a serial port is a
-/// terminal, and a command may want to open /dev/stdin again. (A FIFO would make it wait when the
-/// other side is gone.) `$out` and `$err` become the pumps whose end is waited for.
+/// Connects the command to pipes, which pumps fill and empty. A port can be opened only once, a serial port is a
+/// terminal, and a command may want to open /dev/stdin again. (A FIFO would make it wait when the other side is gone.)
+/// `$out` and `$err` become the pumps whose end is waited for.
 const PUMPS: &str = r#"dd bs=64k <$in 2>/dev/null 9>&- | hold &
 wait_for_pipe $!
 exec 6</proc/$!/fd/0
@@ -138,8 +138,8 @@ exec 8>/proc/$err/fd/0
 echo ready $connection >&9
 "#;
 
-/// After the command: whoever it left behind holds its streams open, and ends with the machine. The
-/// shell would say "Killed" of what it has started itself.
+/// Closes the streams after the command. Processes that it has left behind hold its streams open, and are killed. The
+/// shell would print "Killed" for those that it has started itself.
 const CLOSE_STREAMS: &str = r#"exec 6<&- 7>&- 8>&- 2>/dev/null
 for process in /proc/[0-9]*; do
     process=${process#/proc/}
@@ -148,13 +148,13 @@ done
 wait $out $err
 "#;
 
-/// A command that was killed: by the guest's kernel, for want of memory?
+/// Says whether a command was killed by the guest's kernel because of too little memory.
 const KILLED: &str = r#"if [ $status = 137 ] && dmesg 2>/dev/null | grep -q 'Out of memory: Killed process'; then
     say 'anykvm: the guest had too little memory and its kernel killed a process: see --mem'
 fi
 "#;
 
-/// The script of `/init`.
+/// Returns the script of `/init`.
 pub(super) fn script(init: &Init<'_>) -> String {
     let mut script = String::from(START);
     for module in &init.modules {
@@ -174,7 +174,7 @@ pub(super) fn script(init: &Init<'_>) -> String {
         Shape::Streams => script.push_str(&streams(init)),
         Shape::Console { has_errors } => script.push_str(&console(init, has_errors)),
     }
-    // An image that is written to is left clean.
+    // The image may be written to, and is left clean.
     let unmount = match init.root_serial {
         Some(_) => "mount -o remount,ro /newroot 2>/dev/null\n",
         None => "",
@@ -183,7 +183,7 @@ pub(super) fn script(init: &Init<'_>) -> String {
     script
 }
 
-/// Three streams.
+/// Returns the part of the script for three streams.
 fn streams(init: &Init<'_>) -> String {
     let choice = if init.uses_virtio {
         format!("if wait_for find_port anykvm.err; then\n{PORTS}else\n{SERIAL_PORTS}fi\n")
@@ -196,7 +196,7 @@ fn streams(init: &Init<'_>) -> String {
     )
 }
 
-/// A terminal.
+/// Returns the part of the script for a terminal.
 fn console(init: &Init<'_>, has_errors: bool) -> String {
     let mut script = String::new();
     let name = match init.console {
@@ -207,7 +207,7 @@ fn console(init: &Init<'_>, has_errors: bool) -> String {
     if init.console.is_none() && init.uses_virtio {
         script.push_str("wait_for test -c /dev/hvc0 && console=hvc0\n");
     }
-    // Held open: some consoles forget their size when the last user closes them.
+    // The console stays open, as some consoles forget their size when the last user closes them.
     script.push_str("exec 5<>/dev/$console\n");
     if let Some((rows, columns)) = init.size {
         script.push_str(&format!("stty rows {rows} cols {columns} <&5\n"));
@@ -258,7 +258,7 @@ exec switch_root /newroot {program} <newroot/dev/console >/newroot/dev/console 2
     script
 }
 
-/// What finds the command, or the shell, and what runs it.
+/// Returns the part of the script that finds the command or the shell, and the part that runs it.
 fn command(init: &Init<'_>) -> (String, String) {
     let shell = ["sh".to_owned(), "-l".to_owned()];
     let words = match init.command {
@@ -280,8 +280,8 @@ fn command(init: &Init<'_>) -> (String, String) {
     )
 }
 
-/// Mounts the disk with this serial number, with the kernel's file systems in it. What goes wrong
-/// ends the guest with status 125.
+/// Returns the part of the script that mounts the disk with this serial number, with the kernel's file systems in it. A
+/// failure ends the guest with status 125.
 fn mount_root(serial: &str) -> String {
     format!(
         "root=
@@ -299,7 +299,7 @@ for folder in dev proc sys; do mount --rbind /$folder /newroot/$folder; done
     )
 }
 
-/// One word for `sh`, whatever is in it.
+/// Quotes a word for `sh`, whatever is in it.
 fn shell_quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
 }

@@ -12,7 +12,7 @@ use super::interpreter::companions;
 use crate::error::BootError;
 use crate::terminal;
 
-/// `--overlay PATH[:GUESTPATH]`.
+/// A file or folder of `--overlay PATH[:GUESTPATH]`.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Overlay {
     host: PathBuf,
@@ -20,7 +20,7 @@ pub(crate) struct Overlay {
 }
 
 impl Overlay {
-    /// A file keeps its path by default; a folder's content goes to the guest's root.
+    /// Reads the option. Without a guest path, a file keeps its path, and a folder's content goes to the guest's root.
     pub(crate) fn parse(text: &str) -> Result<Self, BootError> {
         let (host, guest) = match text.rsplit_once(':') {
             Some((host, guest)) if guest.starts_with('/') => (host, Some(guest.to_owned())),
@@ -44,7 +44,7 @@ impl Overlay {
     }
 }
 
-/// The archive, uncompressed: the kernel unpacks it faster than it could decompress it.
+/// Makes the archive. It is not compressed, as the kernel unpacks it faster than it could decompress it.
 pub(crate) fn build(
     busybox: &Path,
     init: &Init<'_>,
@@ -60,7 +60,7 @@ pub(crate) fn build(
     fill(archive, busybox, script(init).as_bytes(), overlays)
 }
 
-/// The same with another script as `/init`.
+/// Makes the archive with another script as `/init`.
 pub(crate) fn pack(
     busybox: &Path,
     init: &[u8],
@@ -80,7 +80,7 @@ fn fill(
     ] {
         archive.folder(folder, 0o755);
     }
-    // The kernel opens it for init before devtmpfs is mounted.
+    // The kernel opens this device for init before devtmpfs is mounted.
     archive.device("/dev/console", 0o600, 5, 1);
     archive.file("/init", 0o755, init);
     for overlay in overlays {
@@ -91,7 +91,7 @@ fn fill(
     archive.file("/etc/hosts", 0o644, b"127.0.0.1 localhost\n");
     archive.file("/bin/busybox", 0o755, &read("busybox", busybox)?);
     for applet in applets(busybox)? {
-        // An overlay's own program is preferred.
+        // An overlay's own program takes precedence.
         let path = format!("/bin/{applet}");
         if !archive.contains(&format!("/usr{path}")) {
             archive.link(&path, "busybox");
@@ -116,7 +116,7 @@ fn applets(busybox: &Path) -> Result<Vec<String>, BootError> {
     Ok(applets)
 }
 
-/// A file or tree, with the libraries of its programs. Devices and sockets are left out.
+/// Adds a file or tree, with the libraries of its programs. Devices and sockets are left out.
 fn add(archive: &mut Archive, host: &Path, guest: &str) -> Result<(), BootError> {
     let unreadable = |source| BootError::Unreadable {
         what: "overlay",
@@ -141,7 +141,7 @@ fn add(archive: &mut Archive, host: &Path, guest: &str) -> Result<(), BootError>
     } else if meta.is_symlink() {
         let target = fs::read_link(host).map_err(unreadable)?;
         archive.link(guest, &target.to_string_lossy());
-        // A link named alone (/usr/bin/python3) brings what it points to.
+        // A link that is named alone (/usr/bin/python3) brings its target with it.
         let target = host.parent().unwrap_or(Path::new("/")).join(target);
         let target_guest = Path::new(guest)
             .parent()
@@ -165,7 +165,7 @@ fn add(archive: &mut Archive, host: &Path, guest: &str) -> Result<(), BootError>
         for library in closure(host, &bytes) {
             let path = library.to_string_lossy();
             if !archive.contains(&path) {
-                // The name it is looked for by, with the content that is behind links.
+                // The library gets the name it is looked for by, and the content that links lead to.
                 let content = read("shared library", &library)?;
                 archive.file(&path, 0o755, &content);
             }
@@ -174,7 +174,7 @@ fn add(archive: &mut Archive, host: &Path, guest: &str) -> Result<(), BootError>
     Ok(())
 }
 
-/// Libraries are executable files too.
+/// Returns true for a shared library. They may be executable, too.
 fn is_library(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     name.ends_with(".so") || name.contains(".so.")

@@ -1,5 +1,5 @@
-//! What interpreters need beside shared libraries: modules in folders that they name themselves, and
-//! scripts need their interpreter.
+//! What interpreters and scripts need besides shared libraries: modules in folders that an interpreter names itself,
+//! and a script's interpreter.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::process::Command;
 use crate::setup;
 use crate::stdio::say;
 
-/// A question that an interpreter answers with its folders, a line each.
+/// Interpreters, and the question that each answers with its folders, a line each.
 const QUESTIONS: [(&str, &[&str]); 3] = [
     (
         "python",
@@ -16,13 +16,13 @@ const QUESTIONS: [(&str, &[&str]); 3] = [
     ("perl", &["-e", "print map { \"$_\\n\" } @INC"]),
     ("ruby", &["-e", "puts $LOAD_PATH"]),
 ];
-/// Interpreters whose files are not known.
+/// Interpreters whose folders are not known.
 const OTHERS: [&str; 6] = ["java", "node", "php", "lua", "tclsh", "guile"];
 
-/// Files and folders of the host that go with `program`, whose content is `bytes`.
+/// Returns files and folders of the host that `program` needs. `bytes` is the program's content.
 pub(super) fn companions(program: &Path, bytes: &[u8]) -> Vec<PathBuf> {
     if let Some(interpreter) = of_script(bytes) {
-        // A module with the line of some other machine (Python's cgi.py) is imported, not run.
+        // A module whose first line names another machine's interpreter (Python's cgi.py) is imported, not run.
         return interpreter
             .exists()
             .then_some(interpreter)
@@ -58,7 +58,7 @@ pub(super) fn companions(program: &Path, bytes: &[u8]) -> Vec<PathBuf> {
     Vec::new()
 }
 
-/// The program that a script's first line names; with `env`, both.
+/// Returns the program that a script's first line names. With `env`, that is the program behind it.
 fn of_script(bytes: &[u8]) -> Option<PathBuf> {
     let line = bytes.strip_prefix(b"#!")?.split(|b| *b == b'\n').next()?;
     let line = std::str::from_utf8(line).ok()?;
@@ -72,7 +72,7 @@ fn of_script(bytes: &[u8]) -> Option<PathBuf> {
     }
 }
 
-/// Absolute folders that are there, those in others left out.
+/// Returns the absolute folders that exist, without those inside of others.
 fn folders(text: &str) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = text
         .lines()
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn perl_names_its_folders() {
-        // Debian's perl-base is always there.
+        // Debian's perl-base is on every machine.
         let perl = Path::new("/usr/bin/perl");
         let found = companions(perl, &std::fs::read(perl).unwrap());
         assert!(

@@ -1,4 +1,4 @@
-//! What is booted when the user names nothing: a distribution kernel and an initramfs made here.
+//! A distribution's kernel and an initramfs made here, for a user who names neither.
 
 mod closure;
 mod cpio;

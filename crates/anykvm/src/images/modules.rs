@@ -1,7 +1,7 @@
 //! Kernel modules for the initramfs: found beside the kernel, in the order in which they load.
 //!
-//! A package that was only unpacked has no `modules.dep`; each module says itself what it needs
-//! (`depends=` in its `.modinfo` section).
+//! A package that was only unpacked has no `modules.dep`. But each module says what it needs (`depends=` in its
+//! `.modinfo` section).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,26 +11,26 @@ use std::process::Command;
 
 use crate::error::BootError;
 
-/// Folders are not nested deeper, links are not followed: this ends.
+/// Maximum depth of the search in folders. Links are not followed.
 const DEPTH_MAX: u32 = 16;
 
 /// A module ready for `insmod`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Module {
     pub(super) name: String,
-    /// Not compressed.
+    /// The module's content, decompressed.
     pub(super) bytes: Vec<u8>,
 }
 
 impl Module {
-    /// Where the initramfs has it.
+    /// Returns the module's path in the initramfs.
     pub(super) fn guest_path(&self) -> String {
         format!("/lib/modules/{}.ko", self.name)
     }
 }
 
-/// The modules named in `wanted` with all that they need, those that are needed first. What is not
-/// there is taken to be built in: the kernel then does without, or the guest says what it lacks.
+/// Returns the modules named in `wanted` and all that they need, in the order in which they have to load. A module that
+/// is not found counts as built in: if it is not, the kernel does without it, or the guest says what is missing.
 pub(crate) fn modules(kernel: &Path, wanted: &[&str]) -> Result<Vec<Module>, BootError> {
     let Some(folder) = folder(kernel).filter(|_| !wanted.is_empty()) else {
         return Ok(Vec::new());
@@ -44,7 +44,7 @@ pub(crate) fn modules(kernel: &Path, wanted: &[&str]) -> Result<Vec<Module>, Boo
     Ok(loaded)
 }
 
-/// What to tell a user whose kernel turns out to lack a module that was not found here.
+/// Returns what to tell a user whose kernel turns out to lack a module that was not found here.
 pub(crate) fn missing_module(kernel: &Path, name: &str, loaded: &[Module]) -> Option<String> {
     if loaded.iter().any(|module| module.name == name) {
         return None;
@@ -66,8 +66,8 @@ pub(crate) fn missing_module(kernel: &Path, name: &str, loaded: &[Module]) -> Op
     ))
 }
 
-/// `…/boot/vmlinuz-R` and `…/lib/modules/R` belong together; a kernel whose release is known by
-/// its name or its header may also have its modules where the machine's are.
+/// Returns the kernel's release and the folders that may have its modules. `…/boot/vmlinuz-R` belongs to
+/// `…/lib/modules/R`. If the release is known by the kernel's name or header, the machine's own modules may fit, too.
 fn folders(kernel: &Path) -> Option<(String, Vec<PathBuf>)> {
     let kernel = fs::canonicalize(kernel).ok()?;
     let by_name = kernel
@@ -92,7 +92,7 @@ fn folders(kernel: &Path) -> Option<(String, Vec<PathBuf>)> {
     Some((release, places))
 }
 
-/// A bzImage has its version at the offset in 0x20e, from 0x200 on (Linux' boot protocol).
+/// Returns the release in a bzImage's header: it is at 0x200 plus the offset in 0x20e (Linux' boot protocol).
 fn release_in_header(kernel: &Path) -> Option<String> {
     let mut start = vec![0; 1 << 16];
     let len = fs::File::open(kernel).ok()?.read(&mut start).ok()?;
@@ -149,7 +149,7 @@ fn add(
     for needed in needs(&bytes) {
         add(&needed, files, loaded, depth)?;
     }
-    // It is there already only if it needs itself.
+    // The module is in the list already only if it needs itself.
     if loaded.iter().all(|module| module.name != name) {
         loaded.push(Module { name, bytes });
     }
@@ -184,7 +184,7 @@ fn read(path: &Path) -> Result<Vec<u8>, BootError> {
     ))))
 }
 
-/// The `depends=` string: names with commas between them.
+/// Returns the names in the `depends=` string, which commas separate.
 fn needs(module: &[u8]) -> Vec<String> {
     const KEY: &[u8] = b"\0depends=";
     let Some(at) = module.windows(KEY.len()).position(|bytes| bytes == KEY) else {
@@ -225,7 +225,7 @@ mod tests {
                 ),
                 ("lib/modules/9.9/kernel/a/ring.ko", b"x\0depends=core_x\0"),
                 ("lib/modules/9.9/kernel/b/core-x.ko", b"x\0depends=\0"),
-                // A circle ends, and so does a tree without the end of its string.
+                // A circle of modules ends, and so does a string without an end.
                 ("lib/modules/9.9/kernel/c/one.ko", b"\0depends=two"),
                 ("lib/modules/9.9/kernel/c/two.ko", b"\0depends=one"),
                 ("lib/modules/9.9/modules.order", b""),

@@ -1,5 +1,5 @@
-//! `--root`: a folder of the host, copied into a file system that the guest runs on, or a disk
-//! image that has one.
+//! `--root`: a folder of the host, which is copied into a file system that the guest runs on, or a disk image that has
+//! one.
 
 use std::fs::{self, DirBuilder, File};
 use std::os::fd::AsRawFd;
@@ -12,27 +12,27 @@ use std::time::Duration;
 use crate::error::BootError;
 use crate::{setup, terminal};
 
-/// How often its progress is looked at.
+/// How often the progress of mke2fs is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Where `mke2fs` is for users whose PATH has no system programs.
 const MKE2FS: [&str; 3] = ["/usr/sbin/mke2fs", "/sbin/mke2fs", "mke2fs"];
-/// Room for what the guest writes.
+/// Free space for what the guest writes.
 const SPARE: u64 = 1 << 30;
 const SPARE_INODES: u64 = 1 << 16;
-/// A tree is not nested deeper (PATH_MAX); links are not followed.
+/// Maximum depth of a tree (PATH_MAX). Links are not followed.
 const DEPTH_MAX: u32 = 2048;
 
 /// What `--root` names.
 #[derive(Debug)]
 pub(crate) enum Root {
-    /// A file system made of a folder; nobody else sees the file, and it goes when it is closed.
+    /// A file system that was made of a folder. The file has no name, and is gone when it is closed.
     Copy(File),
-    /// An image or device that is written to.
+    /// An image or device, which is written to.
     Image(PathBuf),
 }
 
-/// Opens an image, copies a folder.
+/// Opens an image, or copies a folder.
 pub(crate) fn root(path: &Path) -> Result<Root, BootError> {
     let unreadable = |source| BootError::Unreadable {
         what: "root",
@@ -53,11 +53,11 @@ pub(crate) fn root(path: &Path) -> Result<Root, BootError> {
     make(&folder, &size).map(Root::Copy)
 }
 
-/// A file without a name, so that nothing is left of it however we end.
+/// Returns a file without a name, of which nothing is left however this process ends.
 fn nameless() -> std::io::Result<File> {
     let private = std::env::temp_dir().join(format!("anykvm-root-{}", std::process::id()));
     let private = setup::Temporary::new(private);
-    // Nobody else may put something in our way there.
+    // Nobody else can put a file in the way there.
     DirBuilder::new().mode(0o700).create(private.path())?;
     File::options()
         .read(true)
@@ -93,7 +93,7 @@ fn measure(path: &Path, depth: u32, size: &mut Size) -> std::io::Result<()> {
     Ok(())
 }
 
-/// A sparse file: it takes the space of what is in it.
+/// Makes a file system. The file is sparse: it takes as much space as its content.
 fn make(folder: &Path, size: &Size) -> Result<File, BootError> {
     let failed = |reason: String| {
         BootError::NoImage(format!(
@@ -102,7 +102,7 @@ fn make(folder: &Path, size: &Size) -> Result<File, BootError> {
         ))
     };
     let image = nameless().map_err(BootError::host("cannot make a temporary file"))?;
-    // mke2fs opens it through us.
+    // mke2fs opens the file by our descriptor.
     let path = format!("/proc/{}/fd/{}", std::process::id(), image.as_raw_fd());
     let mib = (size.bytes + size.bytes / 8 + SPARE) >> 20;
     let inodes = (size.inodes + SPARE_INODES).to_string();

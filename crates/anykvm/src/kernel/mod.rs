@@ -1,4 +1,4 @@
-//! Loading a kernel: which format a file has, where it goes, and how the first vCPU enters it.
+//! Loads a kernel: which format the file has, where it goes, and how the first vCPU enters it.
 //!
 //! References: the kernel's `Documentation/arch/x86/boot.rst` (bzImage, 32- and 64-bit entry) and
 //! Xen's PVH start-of-day ABI (ELF with a PHYS32_ENTRY note).
@@ -38,25 +38,25 @@ pub(crate) enum Entry {
     },
 }
 
-/// What the kernel is told besides where its memory is.
+/// What the kernel is told besides the memory map.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BootInfo<'a> {
     /// Kernel command line.
     pub(crate) cmdline: &'a str,
-    /// Initramfs, possibly empty.
+    /// The initramfs; may be empty.
     pub(crate) initrd: &'a [u8],
     /// `--mem`.
     pub(crate) mem_size: u64,
-    /// Where the RSDP is.
+    /// Address of the RSDP.
     pub(crate) rsdp: u64,
 }
 
-/// Where the initramfs went.
+/// Where the initramfs was put.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Placed {
-    /// Guest-physical start; 0 without one.
+    /// Guest physical address; 0 if there is no initramfs.
     pub(crate) start: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub(crate) len: u64,
 }
 
@@ -95,7 +95,7 @@ pub(crate) fn load(
     Ok(loaded.entry)
 }
 
-/// As high as the kernel accepts, so that it is out of the way of the decompressor.
+/// Places the initramfs as high as the kernel accepts it, so that it is out of the decompressor's way.
 fn place_initrd(info: &BootInfo<'_>, kernel_end: u64, max: u64) -> Result<Placed, BootError> {
     let len = info.initrd.len() as u64;
     if len == 0 {
@@ -112,7 +112,7 @@ fn place_initrd(info: &BootInfo<'_>, kernel_end: u64, max: u64) -> Result<Placed
     }
 }
 
-/// The header to hand to a vmlinux, which carries none itself.
+/// Returns the setup header for a vmlinux, which has none itself.
 fn plain_header() -> setup_header {
     setup_header {
         boot_flag: 0xaa55,

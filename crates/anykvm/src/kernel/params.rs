@@ -10,14 +10,14 @@ use crate::memory::{GuestMemory, ram_ranges};
 
 /// e820 type of usable RAM.
 pub(super) const E820_RAM: u32 = 1;
-/// e820 type of everything that the kernel must leave alone.
+/// e820 type of memory that the kernel must leave alone.
 pub(super) const E820_RESERVED: u32 = 2;
 
-/// The memory map as (start, length, e820 type).
+/// Returns the memory map as (start, length, e820 type).
 pub(super) fn memory_map(mem_size: u64) -> Vec<(u64, u64, u32)> {
     let mut map = vec![(0, EBDA, E820_RAM), (EBDA, HIGH_RAM - EBDA, E820_RESERVED)];
     for (start, len) in ram_ranges(mem_size) {
-        // The first MiB has its own entries.
+        // The first MiB has entries of its own.
         let skip = HIGH_RAM.saturating_sub(start).min(len);
         if len > skip {
             map.push((start + skip, len - skip, E820_RAM));
@@ -43,7 +43,7 @@ pub(super) fn write(
         acpi_rsdp_addr: info.rsdp,
         ..Default::default()
     };
-    // 0xff: a boot loader without an assigned number.
+    // 0xff stands for a boot loader without an assigned number.
     params.hdr.type_of_loader = 0xff;
     params.hdr.cmd_line_ptr = low32(CMDLINE);
     params.hdr.cmdline_size = u32::try_from(info.cmdline.len()).unwrap_or(0);
@@ -63,7 +63,7 @@ pub(super) fn write(
         .map_err(BootError::guest("the boot parameters"))
 }
 
-/// Everything that goes through here lies below 4 GiB (see `layout`).
+/// Returns an address as 32 bits. All addresses that are passed here lie below 4 GiB (see `layout`).
 pub(super) fn low32(value: u64) -> u32 {
     u32::try_from(value).unwrap_or(0)
 }

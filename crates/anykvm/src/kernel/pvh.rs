@@ -17,7 +17,7 @@ const MODLIST_OFFSET: u64 = 0x40;
 const MEMMAP_OFFSET: u64 = 0x80;
 const MEMMAP_ENTRY_LEN: u64 = 24;
 
-/// Writes all three to `at` and after.
+/// Writes all three structures, from `at` on.
 pub(super) fn write(
     memory: &GuestMemory,
     at: u64,

@@ -1,4 +1,4 @@
-//! The machine's parts: VM with its chips, serial ports, PCI bus and what is on it.
+//! The machine's parts: the VM with its chips, serial ports, and the PCI bus with its devices.
 
 use std::sync::Arc;
 
@@ -16,19 +16,19 @@ use crate::pci::Root;
 use crate::pci::routes::Routes;
 use crate::virtio::{Backend, BlockDevice, Console, Disk, Port, Rng, VirtioPci};
 
-/// Redirection table entry: masked.
+/// Bit of a redirection table entry that masks it.
 const IOAPIC_MASKED: u64 = 1 << 16;
 
 /// What the user's options add to the machine.
 pub(super) struct Extras {
     pub(super) disks: Vec<Disk>,
-    /// The ports of the virtio console, if there is to be one.
+    /// The ports of the virtio console, if the machine has one.
     pub(super) ports: Vec<Port>,
     /// Rows and columns of the terminal.
     pub(super) size: Option<(u16, u16)>,
 }
 
-/// A VM with all chips and without vCPUs.
+/// Makes a VM with all chips and without vCPUs.
 pub(super) fn new_vm(kvm: &Kvm, cpus: u8) -> Result<VmFd, BootError> {
     let max = kvm.get_max_vcpus();
     if usize::from(cpus) > max {
@@ -53,7 +53,7 @@ pub(super) fn new_vm(kvm: &Kvm, cpus: u8) -> Result<VmFd, BootError> {
     Ok(vm)
 }
 
-/// After reset it is 0, which is the boot CPU's.
+/// Sets the IOAPIC's id. After a reset it is 0, which is the boot CPU's.
 fn set_ioapic_id(vm: &VmFd, id: u8) -> Result<(), BootError> {
     let mut chip = kvm_irqchip {
         chip_id: KVM_IRQCHIP_IOAPIC,
@@ -61,7 +61,7 @@ fn set_ioapic_id(vm: &VmFd, id: u8) -> Result<(), BootError> {
     };
     chip.chip.ioapic = kvm_ioapic_state {
         base_address: u64::from(IOAPIC),
-        // The register has four bits; see `ioapic_id` for more CPUs than that.
+        // The register has four bits; `ioapic_id` says what kernels for more CPUs do.
         id: u32::from(id & 0xf),
         redirtbl: [kvm_ioapic_state__bindgen_ty_1 {
             bits: IOAPIC_MASKED,
@@ -72,8 +72,8 @@ fn set_ioapic_id(vm: &VmFd, id: u8) -> Result<(), BootError> {
         .map_err(BootError::kvm("KVM_SET_IRQCHIP"))
 }
 
-/// All devices. COM1 is `output`, COM2 `errors`, COM3 a command's input, and `on_ready` is
-/// called when the guest's init reports on COM4 that it reads it. `words` learns what kernels say.
+/// Makes all devices. COM1 is `output`, COM2 `errors`, COM3 a command's input. `on_ready` is called when the guest's
+/// init reports on COM4 that it reads its input. `words` gets what kernels say at their end.
 pub(super) fn new_devices(
     vm: &Arc<VmFd>,
     memory: &GuestMemory,

@@ -1,4 +1,4 @@
-//! `anykvm boot`: puts memory, kernel or an arriving guest, devices and vCPUs together, and waits for the end.
+//! `anykvm boot`: assembles memory, kernel or an arriving guest, devices and vCPUs, and waits for the end.
 
 mod board;
 mod threads;
@@ -29,14 +29,14 @@ use crate::{acpi, limits, memory, setup, stdio, vcpu};
 use board::Extras;
 use threads::{Halt, Vcpus};
 
-/// APIC ids are 8 bits wide here, 255 is the broadcast, and the IOAPIC has one too.
+/// Maximum number of vCPUs. An APIC id has 8 bits, 255 is the broadcast, and the IOAPIC has an id, too.
 const CPUS_MAX: u32 = 254;
-/// How the guest's init finds the root file system among the disks.
+/// Serial number by which the guest's init finds the root file system among the disks.
 const ROOT_SERIAL: &str = "anykvm-root";
-/// How long a slow reader of our output may hold up our end.
+/// How long the process waits at its end for a slow reader of our output.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
-/// Runs `anykvm boot`; returns the exit status and the line to print with it.
+/// Runs `anykvm boot`. Returns the exit status and the line to print with it.
 pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     let (endings, ended) = channel();
     threads::watch_signals(&endings)?;
@@ -58,7 +58,7 @@ fn start(args: &BootArgs, endings: Endings) -> Result<(u8, Option<String>), Boot
     };
     let image = Image::open(&path).map_err(|error| explained(error, args))?;
     let initrd = initrd(args, &path, shape)?;
-    // There is one machine in this process; its memory lives as long.
+    // This process has one machine, and its memory lives as long as the process.
     let memory: &'static GuestMemory = Box::leak(Box::new(memory::allocate(args.mem)?));
     limits::warn(args.mem);
     let cmdline = cmdline(args, shape);
@@ -88,7 +88,7 @@ fn start(args: &BootArgs, endings: Endings) -> Result<(u8, Option<String>), Boot
         let entry = (*id == 0).then_some(entry);
         vcpu::set_up(vcpu, *id, cpus, &machine.supported, entry)?;
     }
-    // Our init says when it reads; another's is taken to read from the start, as on real wires.
+    // Our init says when it reads. Another init is assumed to read from the start, as on real wires.
     let is_open = args.initrd.is_some() || args.no_initrd;
     let connection = is_open.then_some(match args.console {
         Some(ConsoleKind::Hvc0) => Connection::VirtioConsole,
@@ -101,7 +101,7 @@ fn start(args: &BootArgs, endings: Endings) -> Result<(u8, Option<String>), Boot
     })
 }
 
-/// Takes a guest that comes from another process or from a file.
+/// Takes over a guest that comes from another process or from a file.
 fn receive(
     args: &BootArgs,
     place: &Endpoint,
@@ -125,7 +125,7 @@ fn receive(
     run(args, machine, terminals, endings, move |_| arrival.tell())
 }
 
-/// A machine for a guest that is on its way.
+/// Makes a machine for a guest that is on its way.
 fn prepare(
     args: &BootArgs,
     config: Config,
@@ -138,7 +138,7 @@ fn prepare(
     Ok((assemble(config, memory, disks, &endings.0)?, memory))
 }
 
-/// The disks that a guest knows, which the process that it comes from may still have.
+/// Opens the disks that a guest knows. The process that it comes from may still have them.
 fn disks_of(args: &BootArgs, config: &Config) -> Result<Vec<Disk>, BootError> {
     let wrong = |why: String| Err(BootError::Usage(why));
     if args.disk.len() != config.disks.len() {
@@ -178,7 +178,7 @@ fn disks_of(args: &BootArgs, config: &Config) -> Result<Vec<Disk>, BootError> {
     Ok(disks)
 }
 
-/// What happens to the machine.
+/// The channel of the reasons why the machine stops.
 type Endings = (Sender<Ending>, Receiver<Ending>);
 
 /// A machine whose vCPUs have no state yet.
@@ -216,7 +216,7 @@ fn assemble(
         threads::send(&closed, Ending::OutputClosed(errno));
     })
     .map_err(BootError::host("cannot start a thread"))?;
-    // What nobody reads is no reason to stop: the guest's own work goes on.
+    // If nobody reads standard error, the guest goes on all the same.
     let errors =
         Output::start(Stream::Err, |_| {}).map_err(BootError::host("cannot start a thread"))?;
 
@@ -320,11 +320,11 @@ fn run(
     devices.resume();
     devices.wake();
 
-    // The senders live in the threads above; our own keeps the channel open.
+    // The channel stays open: this function has a sender, besides those of the threads above.
     let ending = ended.recv().unwrap_or(Ending::Quit);
     drop(socket);
     let stats = running.stop();
-    // What an image's tables do not say yet is not in the image.
+    // Changes of an image's tables that are not in its file yet are written now.
     let written = disks.iter().map(DiskHold::end).collect::<Vec<_>>();
     output.drain(DRAIN_LIMIT);
     errors.drain(DRAIN_LIMIT);
@@ -332,25 +332,25 @@ fn run(
         print_stats(&stats);
     }
     drop(raw);
-    // The other threads end with the process; what they use stays until then.
+    // The other threads end with the process; what they use has to live until then.
     std::mem::forget((vm, kvm, devices));
     written.into_iter().collect::<Result<(), _>>()?;
     Ok(ending.verdict(awaits_status, words.panic()))
 }
 
-/// What vCPUs of this machine may show.
+/// Returns the CPUID that vCPUs of this machine may show.
 fn supported_cpuid(kvm: &Kvm) -> Result<CpuId, BootError> {
     let mut supported = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(BootError::kvm("KVM_GET_SUPPORTED_CPUID"))?;
-    // Not in the list, as it needs the in-kernel LAPIC, which this machine has.
+    // The list does not have this feature, because it needs the in-kernel LAPIC, which this machine has.
     if kvm.check_extension(Cap::TscDeadlineTimer) {
         vcpu::offer_tsc_deadline(&mut supported);
     }
     Ok(supported)
 }
 
-/// One line for each statistic that is not zero everywhere, a column for each vCPU.
+/// Prints a line for each statistic that is not zero for all vCPUs, with a column for each vCPU.
 fn print_stats(vcpus: &[threads::Stats]) {
     let Some(first) = vcpus.first() else { return };
     for (n, (name, _)) in first.iter().enumerate() {
@@ -362,7 +362,7 @@ fn print_stats(vcpus: &[threads::Stats]) {
     }
 }
 
-/// The user's disks, and the root file system after them.
+/// Opens the user's disks, and the root file system as the last.
 fn disks(args: &BootArgs) -> Result<Vec<Disk>, BootError> {
     let disks = (0..).zip(&args.disk);
     let mut disks: Vec<Disk> = disks
@@ -377,7 +377,7 @@ fn disks(args: &BootArgs) -> Result<Vec<Disk>, BootError> {
     Ok(disks)
 }
 
-/// Who writes a command without `--` names a kernel.
+/// Explains an error: a user who writes a command without `--` names a kernel.
 fn explained(error: BootError, args: &BootArgs) -> BootError {
     match (error, &args.image) {
         (BootError::Unreadable { what, path, source }, Some(image)) => BootError::Usage(format!(
@@ -389,7 +389,7 @@ fn explained(error: BootError, args: &BootArgs) -> BootError {
     }
 }
 
-/// The number of vCPUs, if the options make sense.
+/// Returns the number of vCPUs, if the options make sense.
 fn check(args: &BootArgs) -> Result<u8, BootError> {
     if args.mem < HIGH_RAM || !args.mem.is_multiple_of(4096) {
         return Err(BootError::Usage(format!(
@@ -409,7 +409,7 @@ fn check(args: &BootArgs) -> Result<u8, BootError> {
         .ok_or_else(|| BootError::Usage(format!("--cpus {}: must be 1 to {CPUS_MAX}", args.cpus)))
 }
 
-/// The ports of the virtio console: for who asks for it, and for commands.
+/// Returns the ports of the virtio console: for users who ask for it, and for commands.
 fn ports(
     config: &Config,
     destination: &Destination,
@@ -433,7 +433,7 @@ fn ports(
     }
 }
 
-/// Whether the guest's streams go through virtio, if its kernel has that.
+/// Returns true if the guest's streams go through virtio, if its kernel has virtio.
 fn wants_virtio(args: &BootArgs, shape: Shape) -> bool {
     match args.console {
         Some(console) => console == ConsoleKind::Hvc0,
@@ -465,11 +465,12 @@ fn initrd(args: &BootArgs, kernel: &Path, shape: Shape) -> Result<Vec<u8>, BootE
         wanted.push("virtio_blk");
     }
     if !wanted.is_empty() {
-        // Its device is always there, but loading modules takes the guest time.
+        // The entropy device is always there, but its modules are loaded only with others, as that takes the guest
+        // time.
         wanted.extend(["virtio_pci", "virtio_rng"]);
     }
     let modules = match images::modules(kernel, &wanted) {
-        // A console can do without: it is then a serial port.
+        // The guest can do without the console's module: the console is a serial port then.
         Err(_) if !wanted.contains(&"virtio_blk") && args.console.is_none() => Vec::new(),
         other => other?,
     };
@@ -477,7 +478,7 @@ fn initrd(args: &BootArgs, kernel: &Path, shape: Shape) -> Result<Vec<u8>, BootE
         .contains(&"virtio_blk")
         .then(|| images::missing_module(kernel, "virtio_blk", &modules))
         .flatten();
-    // Without a terminal the shell reads commands.
+    // Without a terminal, the shell reads commands.
     let shell = ["sh".to_owned()];
     let init = Init {
         command: match shape {
@@ -502,7 +503,8 @@ fn initrd(args: &BootArgs, kernel: &Path, shape: Shape) -> Result<Vec<u8>, BootE
     images::build(&busybox, &init, &overlays)
 }
 
-/// A command's output is kept clean: the kernel then talks on COM2, which is standard error.
+/// Returns the kernel's command line. So that a command's output has nothing else in it, the kernel then prints to
+/// COM2, which is standard error.
 fn cmdline(args: &BootArgs, shape: Shape) -> String {
     let is_clean = shape == Shape::Streams || !args.command.is_empty();
     let console = if is_clean { "ttyS1" } else { "ttyS0" };

@@ -1,4 +1,4 @@
-//! The machine's threads: one for each vCPU, the input, and the signals that end us.
+//! The machine's threads: one for each vCPU, one for the input, and one for the signals that end us.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,49 +20,49 @@ use crate::{setup, terminal, vcpu};
 /// How long the vCPUs may take to leave the guest.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
-/// The serial port that the guest's init talks to us on: COM4.
+/// Index of the serial port by which the guest's init talks to us: COM4.
 const CONTROL: usize = 3;
 /// How often halted vCPUs are looked at.
 const HALT_LOOK: Duration = Duration::from_millis(100);
 
-/// Statistics by name.
+/// Statistics of a vCPU, by name.
 pub(super) type Stats = Vec<(&'static str, u64)>;
 
 /// Address space for all that this process allocates while vCPUs are confined.
 const HEAP: usize = 4 << 30;
 
-/// Running vCPU threads.
+/// The running vCPU threads.
 pub(super) struct Vcpus {
-    /// The statistics come when the vCPU has left the guest.
+    /// The stopper of each vCPU, and the channel by which its statistics come when it has left the guest.
     threads: Vec<(VcpuStopper, Receiver<Stats>)>,
     is_ending: Arc<AtomicBool>,
-    /// They may make almost no system calls.
+    /// True if the threads may make almost no system calls.
     is_confined: bool,
-    /// They print what they have counted when the guest asks for it.
+    /// True if a vCPU prints its statistics when the guest asks for them.
     shows_stats: bool,
     halt: Arc<Halt>,
-    /// Where they wait while the machine stands still.
+    /// Where vCPUs wait while the machine is paused or leaves.
     gate: Arc<Gate>,
-    /// MSRs that they may have.
+    /// MSRs that vCPUs may have.
     msrs: Arc<[u32]>,
 }
 
-/// Whether all vCPUs have halted for good: with interrupts off. Only looked at after the guest's kernel
-/// has said that it halts.
+/// Finds out whether all vCPUs have halted for good, that is with interrupts off. It only looks after the guest's
+/// kernel has said that it halts.
 #[derive(Default)]
 pub(super) struct Halt {
-    /// It has said so.
+    /// True if the kernel has said that it halts.
     is_announced: AtomicBool,
     vcpus: Mutex<Vec<(VcpuStopper, bool)>>,
 }
 
 impl Halt {
-    /// The kernel says that it halts. This is a vCPU's thread: it does no more than this.
+    /// Notes that the kernel says that it halts. A vCPU's thread calls this, so it does nothing else.
     pub(super) fn announce(&self) {
         self.is_announced.store(true, Ordering::Release);
     }
 
-    /// Has each vCPU report, again and again, once the kernel has spoken.
+    /// Has each vCPU report, again and again, once the kernel has said that it halts.
     fn watch(self: Arc<Self>) {
         loop {
             thread::sleep(HALT_LOOK);
@@ -74,7 +74,7 @@ impl Halt {
         }
     }
 
-    /// vCPU `id` is out of the guest; whether all of them have halted for good.
+    /// Notes whether vCPU `id`, which has left the guest, has halted for good. Returns true if all have.
     fn report(&self, id: u8, has_halted: bool) -> bool {
         if !self.is_announced.load(Ordering::Acquire) {
             return false;
@@ -88,7 +88,7 @@ impl Halt {
 }
 
 impl Vcpus {
-    /// None yet.
+    /// Makes the set without any vCPU.
     pub(super) fn new(
         is_confined: bool,
         shows_stats: bool,
@@ -102,7 +102,7 @@ impl Vcpus {
             threads: Vec::new(),
             is_ending: Arc::default(),
             is_confined,
-            // Printing is a system call.
+            // Confined vCPUs cannot print, as that takes a system call.
             shows_stats: shows_stats && !is_confined,
             halt,
             gate: Arc::default(),
@@ -110,7 +110,7 @@ impl Vcpus {
         })
     }
 
-    /// Where they wait while the machine stands still.
+    /// Returns the gate at which vCPUs wait.
     pub(super) fn gate(&self) -> &Arc<Gate> {
         &self.gate
     }
@@ -172,14 +172,14 @@ impl Vcpus {
                 }
                 let stats = vcpu.statistics().unwrap_or_default();
                 if !is_confined {
-                    // What it says at its end comes before the process ends.
+                    // The vCPU is dropped first, so that what it prints at its end comes before the process ends.
                     drop(vcpu);
-                    // Nobody waits any more if it took too long.
+                    // Nobody waits for the statistics any more if the vCPU took too long.
                     let _ = give_stats.send(stats);
                     return;
                 }
                 let _ = give_stats.send(stats);
-                // A thread's end takes system calls, and so does the vCPU's.
+                // A confined thread cannot end, as its end and the vCPU's take system calls.
                 loop {
                     thread::park();
                 }
@@ -189,21 +189,20 @@ impl Vcpus {
         Ok(())
     }
 
-    /// Has all vCPUs leave the guest, and waits for it, but not for ever: a thread may be held up
-    /// by a reader of our output that does not read. The process ends all the same.
-    /// Returns the statistics of those that have left.
+    /// Has all vCPUs leave the guest, and waits for that for a limited time: a reader of our output that does not read
+    /// may hold a thread up. The process ends all the same. Returns the statistics of the vCPUs that have left.
     pub(super) fn stop(self) -> Vec<Stats> {
         self.is_ending.store(true, Ordering::SeqCst);
         for (stopper, _) in &self.threads {
             stopper.stop();
         }
-        // Nothing keeps a vCPU whose thread has ended: what it says at its end comes before ours.
+        // Nothing may keep a vCPU whose thread has ended: what it prints at its end has to come before ours.
         lock(&self.halt.vcpus).clear();
         self.gate.clear();
         let deadline = Instant::now() + STOP_LIMIT;
         let mut all = Vec::new();
         for (_, stats) in self.threads {
-            // A panic was reported as the ending.
+            // A thread that has panicked has reported that as the ending.
             let left = deadline.saturating_duration_since(Instant::now());
             all.extend(stats.recv_timeout(left));
         }
@@ -243,7 +242,7 @@ pub(super) fn watch_size(devices: &Arc<Devices>) -> Result<(), BootError> {
         .map_err(BootError::host("cannot start the window thread"))
 }
 
-/// Turns the signals that ask us to end into an orderly end.
+/// Turns signals that ask us to end into an ending of the machine.
 pub(super) fn watch_signals(endings: &Sender<Ending>) -> Result<(), BootError> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
@@ -262,7 +261,7 @@ pub(super) fn watch_signals(endings: &Sender<Ending>) -> Result<(), BootError> {
         .map_err(BootError::host("cannot start the signal thread"))
 }
 
-/// Nobody listens any more only when the first ending was received, and then this one is late.
+/// Sends an ending. The receiver is gone only after the first ending was received, and then this one is too late.
 pub(super) fn send(endings: &Sender<Ending>, ending: Ending) {
     let _ = endings.send(ending);
 }

@@ -1,4 +1,4 @@
-//! The state of KVM's own chips and clock.
+//! The state of KVM's chips and clock.
 
 use anykvm_ioctls::VmFd;
 use kvm_bindings::{
@@ -15,12 +15,12 @@ const CHIPS: [u32; 3] = [
     KVM_IRQCHIP_IOAPIC,
 ];
 
-/// This host until it is started anew: its TSC is the same counter.
+/// Returns the id of this host's boot. While it stays the same, so does the counter behind the TSC.
 fn host() -> Vec<u8> {
     std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }
 
-/// All chips and the clock of a VM whose vCPUs stand still.
+/// Saves all chips and the clock of a VM whose vCPUs stand still.
 pub(super) fn save(vm: &VmFd, w: &mut Writer) -> Result<(), BootError> {
     for chip_id in CHIPS {
         let mut chip = kvm_irqchip {
@@ -37,7 +37,7 @@ pub(super) fn save(vm: &VmFd, w: &mut Writer) -> Result<(), BootError> {
     Ok(())
 }
 
-/// What of it can be set before the vCPUs.
+/// The saved state, of which the clock is set before the vCPUs.
 pub(super) struct Chips<'a> {
     chips: [kvm_irqchip; CHIPS.len()],
     pit: kvm_bindings::kvm_pit_state2,
@@ -72,11 +72,11 @@ impl<'a> Chips<'a> {
         })
     }
 
-    /// Sets the clock. Returns what this host's TSC has less than that of the state's: 0 where it is the same.
+    /// Sets the clock. Returns what has to be added to this host's TSC for that of the state: 0 on the same host.
     pub(super) fn set_clock(&self, vm: &VmFd, khz: u32) -> Result<u64, Malformed> {
         let clock = kvm_clock_data {
             clock: self.clock.clock,
-            // The time on its way is added.
+            // The time that the guest was on its way is added.
             flags: self.clock.flags & KVM_CLOCK_REALTIME,
             realtime: self.clock.realtime,
             ..Default::default()
@@ -96,7 +96,7 @@ impl<'a> Chips<'a> {
         Ok(there.wrapping_sub(now.host_tsc))
     }
 
-    /// Sets the chips: last, as what was set before may have interrupted.
+    /// Sets the chips. They come last, because what was set before may have raised interrupts.
     pub(super) fn set(&self, vm: &VmFd) -> Result<(), Malformed> {
         vm.set_pit2(&self.pit).map_err(refused("KVM_SET_PIT2"))?;
         for chip in &self.chips {

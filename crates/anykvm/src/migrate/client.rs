@@ -1,4 +1,4 @@
-//! `anykvm migrate`: one command to a running guest, and what comes of it.
+//! `anykvm migrate`: sends one command to a running guest, and shows the answer.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -47,7 +47,8 @@ pub(crate) fn migrate(args: &MigrateArgs) -> Result<(u8, Option<String>), BootEr
     Ok((1, Some("the guest has ended".into())))
 }
 
-/// In the control socket's words. The guest's process has another working folder.
+/// Returns the command in the control socket's words. Paths are absolute, as the guest's process has another working
+/// folder.
 fn command(args: &MigrateArgs) -> std::io::Result<String> {
     let absolute = |path: &PathBuf| std::path::absolute(path);
     let word = match &args.to {
@@ -68,7 +69,7 @@ fn command(args: &MigrateArgs) -> std::io::Result<String> {
     Ok(word.to_owned())
 }
 
-/// Only for who can see it.
+/// Returns a progress bar, if standard error is a terminal.
 fn bar() -> Option<ProgressBar> {
     if !terminal::is_terminal(rustix::stdio::stderr()) {
         return None;
@@ -79,7 +80,7 @@ fn bar() -> Option<ProgressBar> {
     Some(bar)
 }
 
-/// `ROUND DONE ALL SENT`.
+/// Shows the progress from `ROUND DONE ALL SENT`.
 fn show(bar: Option<&ProgressBar>, numbers: &str) {
     let numbers: Vec<u64> = numbers
         .split(' ')

@@ -1,12 +1,12 @@
-//! What a target has to build before a guest's state means anything.
+//! The configuration that a target has to build before it can load a guest's state.
 
 use crate::fields::{Malformed, Reader, Writer};
 use crate::streams::Shape;
 use crate::virtio::DiskHold;
 
-/// The most disks that a stream may speak of: a bus has no more slots.
+/// Maximum number of disks in a stream: a bus has no more slots.
 const DISKS_MAX: usize = 32;
-/// The streams' shapes.
+/// Numbers of the streams' shapes.
 const CONSOLE: u8 = 0;
 const CONSOLE_AND_ERRORS: u8 = 1;
 const STREAMS: u8 = 2;
@@ -14,7 +14,7 @@ const STREAMS: u8 = 2;
 /// A disk as the guest knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DiskInfo {
-    /// Bytes.
+    /// Length in bytes.
     pub(crate) len: u64,
     pub(crate) is_read_only: bool,
     pub(crate) serial: String,
@@ -30,18 +30,18 @@ impl From<&DiskHold> for DiskInfo {
     }
 }
 
-/// A machine's shape.
+/// The configuration of a machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Config {
-    /// Bytes.
+    /// Size of the memory in bytes.
     pub(crate) mem: u64,
     pub(crate) cpus: u8,
     pub(crate) shape: Shape,
-    /// It has a virtio console.
+    /// True if the machine has a virtio console.
     pub(crate) uses_virtio: bool,
     /// Rows and columns that the console was made with.
     pub(crate) size: Option<(u16, u16)>,
-    /// A command's status is to come.
+    /// True if a command's status is awaited.
     pub(crate) awaits_status: bool,
     pub(crate) disks: Vec<DiskInfo>,
 }

@@ -1,4 +1,5 @@
-//! The control socket of a running guest: a line with a command, lines in answer, the last of which is `ok …` or `error …`.
+//! The control socket of a running guest. A command is one line; the answer is lines, the last of which is `ok …` or
+//! `error …`.
 //!
 //! | command | |
 //! | --- | --- |
@@ -24,9 +25,9 @@ use crate::endpoint::Endpoint;
 use crate::error::BootError;
 use crate::lock::lock;
 
-/// A longer command is none.
+/// Maximum length of a command.
 const COMMAND_MAX: u64 = 8192;
-/// How often progress is told of.
+/// How often progress is reported.
 const TELL: Duration = Duration::from_millis(100);
 
 /// What the guest does.
@@ -34,9 +35,9 @@ const TELL: Duration = Duration::from_millis(100);
 enum Phase {
     Running,
     Paused,
-    /// It leaves; and whether it stands still meanwhile.
+    /// The guest leaves. True if it stands still meanwhile.
     Leaving(bool),
-    /// It is another's.
+    /// The guest belongs to another process.
     Gone,
 }
 
@@ -47,7 +48,7 @@ struct Control {
     endings: Sender<Ending>,
 }
 
-/// The socket's file, which goes with the guest.
+/// The socket's file, which is removed with the guest.
 #[derive(Debug)]
 pub(crate) struct Socket(PathBuf);
 
@@ -76,7 +77,7 @@ pub(crate) fn listen(
     let serve = move || {
         for stream in listener.incoming().flatten() {
             let control = Arc::clone(&control);
-            // Without a thread nobody answers, and the guest goes on.
+            // If the thread cannot be started, nobody answers, and the guest goes on.
             let _ = thread::Builder::new()
                 .name("control".into())
                 .spawn(move || control.serve(stream));
@@ -182,7 +183,7 @@ impl Control {
             let mut phase = lock(&self.phase);
             let was_paused = *phase == Phase::Paused;
             self.turn(&mut phase, Phase::Leaving(was_paused))?;
-            // Before anybody can cancel this one.
+            // The flag is cleared before anybody can cancel this migration.
             self.is_cancelled.store(false, Ordering::Release);
             was_paused
         };
@@ -221,7 +222,7 @@ impl Control {
     ) -> Result<Report, Failure> {
         let is_cancelled = Arc::clone(&self.is_cancelled);
         let watch = stream.try_clone()?;
-        // Who asked for it may go, which says that it is not wanted any more.
+        // If the client closes the connection, the migration is cancelled.
         watch.set_nonblocking(true)?;
         let is_off = move || {
             let gone = matches!((&watch).read(&mut [0; 1]), Ok(0));
@@ -232,7 +233,7 @@ impl Control {
             if told.elapsed() >= TELL {
                 told = Instant::now();
                 let line = format!("progress {} {} {} {}\n", p.round, p.done, p.all, p.sent);
-                // A reader that is slow misses some.
+                // A slow client misses some lines.
                 let _ = (&*stream).write(line.as_bytes());
             }
         };
@@ -241,10 +242,10 @@ impl Control {
         let left = self
             .machine
             .leave(&mut line, options, was_paused, &mut show);
-        // The same socket answers.
+        // The answer goes to the same socket.
         stream.set_nonblocking(false)?;
         match left {
-            // What the target has said before it closed the connection says more.
+            // A reason that the target has sent before it closed the connection says more than this error.
             Err(Failure::Stays(error @ StreamError::Io(_))) => {
                 Err(Failure::Stays(line.last_words().unwrap_or(error)))
             }

@@ -1,4 +1,4 @@
-//! An open way to the other side, or to a file: bytes move, or after a while it counts as gone.
+//! A connection to the other side, or a file. If nothing moves for a while, the other side counts as gone.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
@@ -13,7 +13,7 @@ use crate::endpoint::Endpoint;
 
 /// How long nothing may move before the other side counts as gone.
 const STALL_MAX: Duration = Duration::from_secs(20);
-/// How often a side that waits looks whether it is to give up.
+/// How often a side that waits looks whether it has to give up.
 const LOOK: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -23,21 +23,21 @@ enum Wire {
     File(File),
 }
 
-/// An open one.
+/// A connection or a file.
 pub(super) struct Line {
     wire: Wire,
-    /// Whether the user wants no more of it.
+    /// Returns true if the user has cancelled the migration.
     is_cancelled: Box<dyn Fn() -> bool + Send>,
-    /// A file that is complete only under its own name.
+    /// The temporary and the final path of a file, which gets the final one only when it is complete.
     unfinished: Option<(PathBuf, PathBuf)>,
-    /// Bytes written.
+    /// Number of bytes written.
     pub(super) sent: u64,
-    /// How long reading waits for the other side.
+    /// How long reading waits for the other side; `None`: for ever.
     pub(super) patience: Option<Duration>,
 }
 
 impl Line {
-    /// To where a machine goes.
+    /// Opens a connection to where a machine goes.
     pub(super) fn to(
         place: &Endpoint,
         is_cancelled: Box<dyn Fn() -> bool + Send>,
@@ -50,7 +50,7 @@ impl Line {
                 let mut name = path.clone().into_os_string();
                 name.push(".partial");
                 let partial = PathBuf::from(name);
-                // It has all that the guest knows.
+                // The file has all of the guest's memory, so other users may not read it.
                 let file = OpenOptions::new()
                     .write(true)
                     .create(true)
@@ -64,20 +64,20 @@ impl Line {
         Self::new(wire, is_cancelled, unfinished, Some(STALL_MAX))
     }
 
-    /// From where one comes: waits for it.
+    /// Waits for a connection from where a machine comes.
     pub(super) fn from(place: &Endpoint) -> io::Result<Self> {
         let wire = match place {
             Endpoint::Unix(path) => {
                 let listener = listen(path)?;
                 let accepted = listener.accept();
-                // One machine comes; nobody else shall try.
+                // One machine comes. Nobody else is to connect.
                 let _ = std::fs::remove_file(path);
                 Wire::Unix(accepted?.0)
             }
             Endpoint::Tcp(address) => Wire::Tcp(TcpListener::bind(address)?.accept()?.0),
             Endpoint::File(path) => Wire::File(File::open(path)?),
         };
-        // Between rounds a source may be busy with its guest.
+        // A source may be busy with its guest between rounds, so reading waits for ever.
         Self::new(wire, Box::new(|| false), None, None)
     }
 
@@ -108,12 +108,12 @@ impl Line {
         })
     }
 
-    /// Whether there is nobody at the other end.
+    /// Returns true if the other end is a file.
     pub(super) fn is_file(&self) -> bool {
         matches!(self.wire, Wire::File(_))
     }
 
-    /// What the other side said last, if it gave up.
+    /// Returns the reason that the other side has sent, if it gave up.
     pub(super) fn last_words(&mut self) -> Option<StreamError> {
         self.is_cancelled = Box::new(|| false);
         self.patience = Some(LOOK);
@@ -126,7 +126,7 @@ impl Line {
         }
     }
 
-    /// A file is complete: it gets its name when it is on the medium.
+    /// Completes a file: it gets its final name when it is on the medium.
     pub(super) fn finish(&mut self) -> io::Result<()> {
         if let Wire::File(file) = &self.wire {
             file.sync_all()?;
@@ -138,7 +138,7 @@ impl Line {
         Ok(())
     }
 
-    /// Tries until something moves.
+    /// Repeats an operation until something moves.
     fn patiently(
         &mut self,
         mut once: impl FnMut(&mut Wire) -> io::Result<usize>,
@@ -212,7 +212,7 @@ impl Drop for Line {
     }
 }
 
-/// Listens at a path, at which an earlier process may have left its socket. Others may not connect.
+/// Listens at a path, at which an earlier process may have left its socket. Other users may not connect.
 pub(super) fn listen(path: &Path) -> io::Result<UnixListener> {
     let listener = bind(path)?;
     std::fs::set_permissions(path, Permissions::from_mode(0o600))?;

@@ -1,4 +1,4 @@
-//! Guest memory on its way: which pages, how they are sent, and how they come.
+//! Sends and receives guest memory.
 
 use anykvm_ioctls::VmFd;
 use sha2::{Digest, Sha256};
@@ -12,19 +12,19 @@ use crate::fields::{Malformed, Reader, Writer};
 use crate::memory::GuestMemory;
 
 pub(super) const PAGE: u64 = 4096;
-/// Pages that are sent together.
+/// Maximum number of pages that are sent together.
 const TOGETHER: u64 = 256;
 const ZERO: [u8; PAGE as usize] = [0; PAGE as usize];
 
-/// A bitmap of each region's pages.
+/// Pages of all memory: a bitmap for each region.
 pub(super) type Pages = Vec<Vec<u64>>;
 
-/// What devices have written of a region.
+/// Returns the bitmap of pages of a region that devices have written.
 fn written(region: &MmapRegion<AtomicBitmap>) -> &AtomicBitmap {
     region.bitmap()
 }
 
-/// Dirty logging of all memory, until it is dropped.
+/// Dirty logging of all memory, which ends when this is dropped.
 pub(super) struct Logging<'a> {
     vm: &'a VmFd,
     memory: &'static GuestMemory,
@@ -33,7 +33,7 @@ pub(super) struct Logging<'a> {
 impl<'a> Logging<'a> {
     pub(super) fn start(vm: &'a VmFd, memory: &'static GuestMemory) -> Result<Self, BootError> {
         let this = Self { vm, memory };
-        // What devices have written before is of no interest.
+        // Pages that devices have written before do not matter.
         memory.iter().for_each(|region| written(region).reset());
         this.set(true)?;
         Ok(this)
@@ -48,7 +48,7 @@ impl<'a> Logging<'a> {
         Ok(())
     }
 
-    /// What vCPUs and devices have written since the last time.
+    /// Returns the pages that vCPUs and devices have written since the last call.
     pub(super) fn harvest(&self) -> Result<Pages, BootError> {
         let mut all = Vec::new();
         for (slot, region) in (0..).zip(self.memory.iter()) {
@@ -68,12 +68,12 @@ impl<'a> Logging<'a> {
 
 impl Drop for Logging<'_> {
     fn drop(&mut self) {
-        // It costs time, and nothing else, if it stays on.
+        // If logging stays on, that costs time and nothing else.
         let _ = self.set(false);
     }
 }
 
-/// All pages.
+/// Returns all pages.
 pub(super) fn all(memory: &GuestMemory) -> Pages {
     let words = |len: u64| (len / PAGE).div_ceil(64);
     let region = |len| {
@@ -87,7 +87,7 @@ pub(super) fn all(memory: &GuestMemory) -> Pages {
     memory.iter().map(|r| region(r.len())).collect()
 }
 
-/// How many they are.
+/// Returns the number of pages.
 pub(super) fn count(pages: &Pages) -> u64 {
     pages
         .iter()
@@ -96,7 +96,7 @@ pub(super) fn count(pages: &Pages) -> u64 {
         .sum()
 }
 
-/// First page and number of each run of pages, at most [`TOGETHER`] long.
+/// Returns first page and number of each run of pages, at most [`TOGETHER`] long.
 fn runs(words: &[u64]) -> impl Iterator<Item = (u64, u64)> {
     let mut at = 0;
     let end = words.len() as u64 * 64;
@@ -115,8 +115,8 @@ fn runs(words: &[u64]) -> impl Iterator<Item = (u64, u64)> {
     })
 }
 
-/// Sends these pages as they are now. `is_first`: those that are zero need not be sent, as the target's are.
-/// `progress` learns of each page.
+/// Sends these pages as they are now. `is_first`: pages of zeros need not be sent, because the target's are zero.
+/// `progress` is called for each page.
 pub(super) fn send(
     line: &mut Line,
     memory: &GuestMemory,
@@ -154,7 +154,7 @@ fn send_run(
         head.copy_from_slice(&gpa.to_le_bytes());
         return Ok(stream::send(line, MessageKind::Pages, frame)?);
     }
-    // By stretches that are zero or not.
+    // The body is split into stretches of zeros and others.
     let mut at = gpa;
     for same in body
         .as_chunks::<{ PAGE as usize }>()
@@ -176,7 +176,7 @@ fn send_run(
     Ok(())
 }
 
-/// Puts pages where they belong.
+/// Writes received pages to where they belong.
 pub(super) fn put(memory: &GuestMemory, kind: MessageKind, frame: &[u8]) -> Result<(), Malformed> {
     let r = &mut Reader::new(frame, "a page");
     let gpa: u64 = r.get()?;
@@ -200,7 +200,7 @@ pub(super) fn put(memory: &GuestMemory, kind: MessageKind, frame: &[u8]) -> Resu
         .map_err(outside)
 }
 
-/// What all of it is.
+/// Returns the digest of all memory.
 pub(super) fn digest(memory: &GuestMemory) -> Result<[u8; 32], Malformed> {
     let mut digest = Sha256::new();
     let mut chunk = vec![0; 1 << 20];

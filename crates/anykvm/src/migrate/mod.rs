@@ -1,7 +1,8 @@
-//! Guests that go from one process to another, or into a file and out of it: `anykvm migrate`, `anykvm boot --incoming`.
+//! Moves guests from one process to another, or into a file and out of it: `anykvm migrate`, `anykvm boot --incoming`.
 //!
-//! A running `anykvm boot --control PATH` listens for commands ([`control`]), which `anykvm migrate` sends ([`client`]).
-//! [`source`] has a guest leave by [`stream`], [`target`] has it come. What a device's or a vCPU's state is, each says itself.
+//! A running `anykvm boot --control PATH` listens for commands ([`control`]), which `anykvm migrate` sends
+//! ([`client`]). [`source`] sends a guest by [`stream`], and [`target`] receives it. Each device and vCPU saves and
+//! loads its own state.
 
 mod chips;
 mod client;

@@ -1,8 +1,8 @@
 //! The side that a guest leaves.
 //!
-//! Its memory is sent while it runs, then what it has written since, again and again, until the rest takes no longer than it
-//! may stand still; then it stands still, and the rest and its state are sent. Until the target has been told to go on, the guest is ours:
-//! whatever fails, it goes on here.
+//! The guest's memory is sent while it runs, then the pages that it has written since, again and again, until the rest
+//! takes no longer than the guest may stand still. Then it stands still, and the rest and its state are sent. Until the
+//! target has been told to go on, the guest is ours: after any failure, it goes on here.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,9 +22,9 @@ use crate::memory::GuestMemory;
 use crate::vcpu::Gate;
 use crate::virtio::DiskHold;
 
-/// A guest that writes faster than can be sent stands still after so many rounds all the same.
+/// Maximum number of rounds. After these, a guest that writes faster than pages can be sent stands still all the same.
 const ROUNDS_MAX: u32 = 30;
-/// What a round's speed is guessed to be before there was one: bytes a second.
+/// Assumed speed before the first round, in bytes per second.
 const GUESS: f64 = 1e9;
 
 /// A machine that may leave.
@@ -38,38 +38,38 @@ pub(crate) struct Machine {
     pub(crate) disks: Arc<[DiskHold]>,
 }
 
-/// How it shall leave.
+/// How the guest is to leave.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Options {
-    /// How long it may stand still for the memory that is left.
+    /// How long the guest may stand still for the rest of its memory.
     pub(super) downtime: Duration,
-    /// Both sides compute what all memory is, while it stands still.
+    /// True if both sides compare a digest of all memory, while the guest stands still.
     pub(super) verifies: bool,
 }
 
-/// How far it is.
+/// The progress of a migration.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Progress {
     pub(super) round: u32,
-    /// Bytes of the round that are done, and of all of it.
+    /// Bytes of the round that are done, and all bytes of the round.
     pub(super) done: u64,
     pub(super) all: u64,
-    /// Bytes written.
+    /// Number of bytes written.
     pub(super) sent: u64,
 }
 
-/// What it took.
+/// What a migration took.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Report {
     pub(super) downtime: Duration,
     pub(super) total: Duration,
-    /// What dirty logging has taken of the vCPUs' time since the machine stood still last, all vCPUs together.
+    /// What dirty logging has taken of the vCPUs' time, all vCPUs together, since the machine stood still last.
     pub(super) stall: Duration,
     pub(super) rounds: u32,
     pub(super) sent: u64,
 }
 
-/// How a migration ended that did not succeed.
+/// How a migration has failed.
 #[derive(Debug)]
 pub(super) enum Failure {
     /// The guest goes on here.
@@ -91,14 +91,14 @@ impl From<BootError> for StreamError {
 }
 
 impl Machine {
-    /// All stands still; what the vCPUs have left.
+    /// Makes everything stand still. Returns the states that the vCPUs have left.
     pub(super) fn pause(&self) -> Result<Vec<Vec<u8>>, BootError> {
         let vcpus = self.gate.close(|| self.devices.pause());
-        // Where it failed, the gate is open.
+        // If that failed, the gate is open.
         vcpus.inspect_err(|_| self.devices.resume())
     }
 
-    /// All goes on.
+    /// Makes everything go on.
     pub(super) fn resume(&self) {
         self.devices.resume();
         self.gate.open();
@@ -118,7 +118,7 @@ impl Machine {
         Ok(w.into_bytes())
     }
 
-    /// Sends the guest. `is_paused`: it stands still from the start.
+    /// Sends the guest. `is_paused`: it stands still already.
     pub(super) fn leave(
         &self,
         line: &mut Line,
@@ -154,7 +154,7 @@ impl Machine {
             };
             let (start, before) = (Instant::now(), line.sent);
             self.send(line, &pages, &mut shown, show)?;
-            // Pages of zeros cost little: what counts is how fast the others were.
+            // Pages of zeros take little time, so the speed is that of the other pages.
             let seconds = start.elapsed().as_secs_f64().max(1e-6);
             rate = ((line.sent - before).max(bytes / 16) as f64 / seconds).max(1e6);
             pages = logging.harvest().map_err(StreamError::from)?;
@@ -193,7 +193,7 @@ impl Machine {
         memory::send(line, self.memory, pages, is_first, &mut progress)
     }
 
-    /// The target may have the disks.
+    /// Releases the disks, so that the target can have them.
     fn give(&self) -> Result<(), StreamError> {
         let given = self.disks.iter().try_for_each(DiskHold::give);
         if given.is_err() && !self.takes_back() {
@@ -208,7 +208,7 @@ impl Machine {
             .all(|disk| matches!(disk.take(), Ok(true)))
     }
 
-    /// The guest stands still: sends the rest, and has the target go on.
+    /// Sends the rest of a guest that stands still, and has the target go on.
     fn hand_over(
         &self,
         line: &mut Line,
@@ -243,7 +243,7 @@ impl Machine {
             .and_then(|()| expect(line, MessageKind::Running));
         match gone {
             Ok(()) => Ok(()),
-            // It says that it does not run.
+            // The target says that the guest does not run there.
             Err(refused @ StreamError::Refused(_)) if self.takes_back() => {
                 Err(Failure::Stays(refused))
             }
@@ -252,7 +252,7 @@ impl Machine {
     }
 }
 
-/// Waits for the target's word.
+/// Waits for a message of the target.
 pub(super) fn expect(line: &mut Line, want: MessageKind) -> Result<(), StreamError> {
     let mut buffer = Vec::new();
     match stream::receive(line, &mut buffer)? {

@@ -6,19 +6,19 @@
 //! target → source  READY after END, RUNNING after GO;  FAILED with a reason, at any time
 //! ```
 //!
-//! A file has what goes from source to target, up to END.
+//! A file contains what goes from source to target, up to END.
 
 use std::io::{self, Read, Write};
 
 use crate::fields::Malformed;
 
-/// How a stream begins: a line end that text tools change, and the version.
+/// The begin of a stream: a line end that text tools change, and the version.
 const MAGIC: [u8; 12] = *b"anykvm\r\n\x01\0\0\0";
-/// No frame is longer.
+/// Maximum length of a frame.
 pub(super) const FRAME_MAX: usize = 16 << 20;
 const HEADER: usize = 16;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MessageKind {
     Config = 1,
@@ -51,13 +51,13 @@ impl MessageKind {
     }
 }
 
-/// What can go wrong with a stream.
+/// What can fail in a stream.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StreamError {
-    /// The connection or the file.
+    /// The connection or the file has failed.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// What came is no machine's.
+    /// The bytes are not those of a machine.
     #[error("{0}")]
     Malformed(#[from] Malformed),
     /// The other side gives up.
@@ -65,7 +65,8 @@ pub(crate) enum StreamError {
     Refused(String),
 }
 
-/// Finds damage, not forgery: eight bytes at a time, each of which changes all that follows.
+/// Returns a checksum that detects damage, not forgery. It takes eight bytes at a time, each of which changes all that
+/// follows.
 fn checksum(kind: u8, bytes: &[u8]) -> u64 {
     let (words, rest) = bytes.as_chunks::<8>();
     let mut last = [0; 8];
@@ -86,7 +87,7 @@ pub(super) fn begin(to: &mut dyn Write) -> io::Result<()> {
     to.write_all(&MAGIC)
 }
 
-/// Looks how it begins.
+/// Checks the begin of a stream.
 pub(super) fn expect_begin(from: &mut dyn Read) -> Result<(), StreamError> {
     let mut magic = [0; MAGIC.len()];
     read(from, &mut magic)?;
@@ -166,7 +167,7 @@ mod tests {
         );
         for at in 0..stream.len() {
             assert!(open(&stream[..at]).is_err(), "cut at {at}");
-            // Three bytes of the header are for later.
+            // The other three bytes of the header are reserved.
             for bit in (0..8).filter(|_| !(13..16).contains(&at)) {
                 let mut spoilt = stream.clone();
                 spoilt[at] ^= 1 << bit;

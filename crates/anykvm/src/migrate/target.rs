@@ -20,21 +20,21 @@ use crate::memory::GuestMemory;
 use crate::vcpu;
 use crate::virtio::DiskHold;
 
-/// The most vCPUs that a state may have.
+/// Maximum number of vCPUs in a state.
 const VCPUS_MAX: usize = 254;
-/// How long a disk may take to become free.
+/// How long the target waits until a disk is free.
 const DISK_PATIENCE: Duration = Duration::from_secs(3);
 
 /// A guest that is on its way here.
 pub(crate) struct Arrival {
     line: Line,
     place: Endpoint,
-    /// What machine it needs.
+    /// The machine that the guest needs.
     pub(crate) config: Config,
     state: Vec<u8>,
 }
 
-/// What its state goes into.
+/// The machine that the guest's state goes into.
 pub(crate) struct Built<'a> {
     pub(crate) vm: &'a VmFd,
     pub(crate) vcpus: &'a [(u8, VcpuFd)],
@@ -43,7 +43,7 @@ pub(crate) struct Built<'a> {
 }
 
 impl Arrival {
-    /// Waits for a guest to come.
+    /// Waits for a guest.
     pub(crate) fn wait(place: &Endpoint) -> Result<Self, BootError> {
         let failed = |error: StreamError| came_wrong(place, &error);
         let mut line = Line::from(place).map_err(|error| failed(error.into()))?;
@@ -63,7 +63,7 @@ impl Arrival {
         })
     }
 
-    /// Does a part; if that fails, the source learns why.
+    /// Does a part of the work. If it fails, the source gets the reason.
     pub(crate) fn attempt<T>(
         &mut self,
         part: impl FnOnce(&mut Self) -> Result<T, StreamError>,
@@ -77,12 +77,12 @@ impl Arrival {
     /// Tells the source that the guest cannot come.
     pub(crate) fn refuse(&mut self, why: &str) {
         if !self.line.is_file() {
-            // It may have gone.
+            // The source may be gone.
             let _ = stream::send(&mut self.line, MessageKind::Failed, why.as_bytes());
         }
     }
 
-    /// Receives its memory and its state.
+    /// Receives the guest's memory and state.
     pub(crate) fn receive(&mut self, memory: &GuestMemory) -> Result<(), StreamError> {
         let mut frame = Vec::new();
         loop {
@@ -101,7 +101,7 @@ impl Arrival {
         }
     }
 
-    /// Gives the machine its state.
+    /// Loads the state into the machine.
     pub(crate) fn settle(
         &mut self,
         built: &Built<'_>,
@@ -134,7 +134,7 @@ impl Arrival {
         Ok(())
     }
 
-    /// Waits for the source to let it go, and takes its disks.
+    /// Waits until the source gives the guest away, and takes its disks.
     pub(crate) fn take_over(&mut self, disks: &[DiskHold]) -> Result<(), StreamError> {
         if !self.line.is_file() {
             stream::send(&mut self.line, MessageKind::Ready, &[])?;
@@ -158,7 +158,7 @@ impl Arrival {
     /// Tells the source that the guest runs here.
     pub(crate) fn tell(&mut self) {
         if !self.line.is_file() {
-            // The guest is ours now, whoever hears it.
+            // The guest is ours now, even if nobody hears that.
             let _ = stream::send(&mut self.line, MessageKind::Running, &[]);
         }
     }

@@ -1,5 +1,5 @@
-//! The 256 bytes of one function's configuration space: values, which bits the guest may change,
-//! and the list of capabilities (PCI Local Bus 3.0, chapter 6).
+//! The 256 bytes of one function's configuration space: the values, the bits that the guest may change, and the list of
+//! capabilities (PCI Local Bus 3.0, chapter 6).
 
 use crate::fields::{Malformed, Reader, Writer};
 
@@ -20,7 +20,7 @@ pub(crate) mod spec {
     pub(crate) const FIRST_CAPABILITY: u8 = 0x40;
 }
 
-/// Who a function says it is.
+/// The identity of a function.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Identity {
     /// Vendor.
@@ -33,18 +33,18 @@ pub(crate) struct Identity {
     pub(crate) revision: u8,
 }
 
-/// Values and write masks.
+/// Values, and the bits that the guest may change.
 #[derive(Debug)]
 pub(crate) struct ConfigSpace {
     bytes: [u8; 256],
     writable: [u8; 256],
     next_capability: u8,
-    /// Where the number of the next capability goes.
+    /// Offset of the byte that links to the next capability.
     link: u16,
 }
 
 impl ConfigSpace {
-    /// A header of type 0 without BARs and capabilities.
+    /// Makes a header of type 0 without BARs and capabilities.
     pub(crate) fn new(identity: Identity) -> Self {
         let mut space = Self {
             bytes: [0; 256],
@@ -63,7 +63,7 @@ impl ConfigSpace {
         space
     }
 
-    /// Stores bytes whatever the guest may do.
+    /// Stores bytes, whatever the guest may change.
     pub(crate) fn set(&mut self, at: u16, bytes: &[u8]) {
         for (to, from) in self.bytes.iter_mut().skip(usize::from(at)).zip(bytes) {
             *to = *from;
@@ -77,7 +77,7 @@ impl ConfigSpace {
         }
     }
 
-    /// A 32-bit memory BAR 0 of `len` bytes (a power of two), at `base` as firmware would put it.
+    /// Adds a 32-bit memory BAR 0 of `len` bytes (a power of two), at `base` as firmware would put it.
     pub(crate) fn set_bar0(&mut self, base: u32, len: u32) {
         self.set(spec::BAR0, &base.to_le_bytes());
         self.allow(spec::BAR0, &(!len.wrapping_sub(1)).to_le_bytes());
@@ -87,7 +87,7 @@ impl ConfigSpace {
         );
     }
 
-    /// Adds a capability: its id and what follows the link. Returns its offset.
+    /// Adds a capability: its id, and the bytes behind the link. Returns its offset.
     pub(crate) fn add_capability(&mut self, id: u8, body: &[u8]) -> u16 {
         let at = u16::from(self.next_capability);
         self.set(at, &[id, 0]);
@@ -95,20 +95,20 @@ impl ConfigSpace {
         self.set(self.link, &[self.next_capability]);
         self.set(spec::STATUS, &[spec::STATUS_CAPABILITIES]);
         self.link = at + 1;
-        // Capabilities start on double words. The few that there are fit.
+        // Capabilities begin at double words. There are so few that they fit.
         let len = u8::try_from((body.len() + 2).next_multiple_of(4)).unwrap_or(u8::MAX);
         self.next_capability = self.next_capability.saturating_add(len);
         at
     }
 
-    /// What the guest reads; zeros behind the end.
+    /// Reads bytes for the guest; behind the end there are zeros.
     pub(crate) fn read(&self, at: u16, data: &mut [u8]) {
         for (i, to) in data.iter_mut().enumerate() {
             *to = self.byte(usize::from(at).saturating_add(i));
         }
     }
 
-    /// What the guest writes, as far as it may.
+    /// Writes the guest's bytes, as far as it may change them.
     pub(crate) fn write(&mut self, at: u16, data: &[u8]) {
         let places = self.bytes.iter_mut().zip(&self.writable);
         for ((to, mask), from) in places.skip(usize::from(at)).zip(data) {
@@ -116,12 +116,12 @@ impl ConfigSpace {
         }
     }
 
-    /// All that the guest may have changed.
+    /// Saves all that the guest may have changed.
     pub(crate) fn save(&self, w: &mut Writer) {
         w.put(&self.bytes);
     }
 
-    /// What the guest had changed.
+    /// Loads what the guest had changed.
     pub(crate) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
         let bytes: [u8; 256] = r.get()?;
         let fixed = self.bytes.iter().zip(&bytes).zip(&self.writable);
@@ -135,25 +135,25 @@ impl ConfigSpace {
         Ok(())
     }
 
-    /// The command register.
+    /// Returns the command register.
     pub(crate) fn command(&self) -> u16 {
         self.u16_at(spec::COMMAND)
     }
 
-    /// Where BAR 0 is, while the guest has memory decoding on.
+    /// Returns the address of BAR 0, if the guest has enabled memory decoding.
     pub(crate) fn bar0(&self) -> Option<u32> {
         let base = self.u32_at(spec::BAR0) & !0xf;
         (self.command() & spec::COMMAND_MEMORY != 0).then_some(base)
     }
 
-    /// Two bytes.
+    /// Returns two bytes.
     pub(crate) fn u16_at(&self, at: u16) -> u16 {
         let mut bytes = [0; 2];
         self.read(at, &mut bytes);
         u16::from_le_bytes(bytes)
     }
 
-    /// Four bytes.
+    /// Returns four bytes.
     pub(crate) fn u32_at(&self, at: u16) -> u32 {
         let mut bytes = [0; 4];
         self.read(at, &mut bytes);

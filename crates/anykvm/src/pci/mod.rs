@@ -1,5 +1,5 @@
-//! PCI: one bus behind a host bridge, reached by configuration mechanism #1 (ports 0xcf8, 0xcfc)
-//! and by ECAM, and the memory windows of its devices.
+//! PCI: one bus behind a host bridge, and the memory windows of its devices. Its configuration space is reached by
+//! configuration mechanism #1 (ports 0xcf8, 0xcfc) and by ECAM.
 //!
 //! PCI Local Bus 3.0, 3.2.2.3.2; PCI Express Base, 7.2.2. Device `n` is in slot `n`, function 0;
 //! slot 0 is the host bridge.
@@ -17,17 +17,17 @@ use crate::layout::{PCI_ECAM, PCI_ECAM_LEN};
 use crate::lock::lock;
 use config::{ConfigSpace, Identity};
 
-/// Slots of a bus.
+/// Number of a bus's slots.
 pub(crate) const SLOTS: usize = 32;
 /// First port of configuration mechanism #1; the data is four ports further.
 const ADDRESS_PORT: u16 = 0xcf8;
 const DATA_PORT: u16 = 0xcfc;
-/// Bit of the address port: the data port is connected.
+/// Bit of the address port that connects the data port.
 const ADDRESS_ENABLE: u32 = 1 << 31;
 /// The writable bits of the address port.
 const ADDRESS_BITS: u32 = 0x80ff_fffc;
 
-/// "A bridge to the host" by an id that no driver looks for.
+/// A host bridge, with an id that no driver looks for.
 const HOST_BRIDGE: Identity = Identity {
     // Red Hat's vendor id and their generic PCI Express host bridge.
     vendor: 0x1b36,
@@ -36,25 +36,25 @@ const HOST_BRIDGE: Identity = Identity {
     revision: 0,
 };
 
-/// What is in a slot. Called from all vCPU threads.
+/// The device in a slot. All vCPU threads call it.
 pub(crate) trait Function: Send + Sync {
     /// Reads the configuration space.
     fn read_config(&self, at: u16, data: &mut [u8]);
     /// Writes the configuration space.
     fn write_config(&self, at: u16, data: &[u8]);
-    /// Where the memory BAR is at the moment: first byte and length.
+    /// Returns the current begin and length of the memory BAR.
     fn window(&self) -> Option<(u64, u64)>;
     /// Reads from the BAR.
     fn read(&self, at: u64, data: &mut [u8]);
     /// Writes to the BAR.
     fn write(&self, at: u64, data: &[u8]);
-    /// Stops what goes on beside the vCPUs.
+    /// Stops everything that the device does beside the vCPUs.
     fn pause(&self) {}
-    /// Lets it go on.
+    /// Makes the device go on.
     fn resume(&self) {}
-    /// Its state, while it stands still.
+    /// Saves the state of the device, which stands still.
     fn save(&self, w: &mut Writer);
-    /// Becomes what was saved.
+    /// Loads a saved state.
     fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed>;
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Root {
 }
 
 impl Root {
-    /// A bus with nothing but the bridge.
+    /// Makes a bus with nothing but the bridge.
     pub(crate) fn new() -> Self {
         Self {
             address: AtomicU32::new(0),
@@ -75,7 +75,7 @@ impl Root {
         }
     }
 
-    /// The slot that [`Self::add`] will use.
+    /// Returns the slot that [`Self::add`] will use.
     pub(crate) fn next_slot(&self) -> Result<u8, BootError> {
         u8::try_from(self.slots.len())
             .ok()
@@ -90,10 +90,10 @@ impl Root {
         self.slots.push(function);
     }
 
-    /// IN; false if the port is not PCI's.
+    /// Handles IN. Returns false if the port is not PCI's.
     pub(crate) fn port_read(&self, port: u16, data: &mut [u8]) -> bool {
         match port {
-            // The address port is 32 bits wide; 0xcf9 as a byte is the reset port.
+            // The address port is 32 bits wide; the byte at 0xcf9 is the reset port.
             ADDRESS_PORT if data.len() == 4 => {
                 data.copy_from_slice(&self.address.load(Ordering::Relaxed).to_le_bytes());
                 true
@@ -106,7 +106,7 @@ impl Root {
         }
     }
 
-    /// OUT; false if the port is not PCI's.
+    /// Handles OUT. Returns false if the port is not PCI's.
     pub(crate) fn port_write(&self, port: u16, data: &[u8]) -> bool {
         match (port, data) {
             (ADDRESS_PORT, [a, b, c, d]) => {
@@ -125,7 +125,7 @@ impl Root {
         }
     }
 
-    /// A load from the configuration space or a BAR; `data` stays if there is neither.
+    /// Handles a load from the configuration space or a BAR. Elsewhere `data` stays as it is.
     pub(crate) fn mmio_read(&self, gpa: u64, data: &mut [u8]) {
         if let Some(at) = in_ecam(gpa) {
             if let Some((slot, at)) = self.in_slot(at) {
@@ -136,7 +136,7 @@ impl Root {
         }
     }
 
-    /// A store to the configuration space or a BAR; nothing happens elsewhere.
+    /// Handles a store to the configuration space or a BAR. Elsewhere nothing happens.
     pub(crate) fn mmio_write(&self, gpa: u64, data: &[u8]) {
         if let Some(at) = in_ecam(gpa) {
             if let Some((slot, at)) = self.in_slot(at) {
@@ -147,24 +147,24 @@ impl Root {
         }
     }
 
-    /// All devices stand still.
+    /// Makes all devices stand still.
     pub(crate) fn pause(&self) {
         self.slots.iter().for_each(|slot| slot.pause());
     }
 
-    /// They go on.
+    /// Makes all devices go on.
     pub(crate) fn resume(&self) {
         self.slots.iter().for_each(|slot| slot.resume());
     }
 
-    /// The state of the bus and all devices.
+    /// Saves the state of the bus and of all devices.
     pub(crate) fn save(&self, w: &mut Writer) {
         w.put(&self.address.load(Ordering::Relaxed));
         w.count(self.slots.len());
         self.slots.iter().for_each(|slot| slot.save(w));
     }
 
-    /// A bus with devices of the same kinds becomes what was saved.
+    /// Loads a saved state into a bus with devices of the same kinds.
     pub(crate) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
         let address = r.part("the PCI bus").get::<u32>()? & ADDRESS_BITS;
         self.address.store(address, Ordering::Relaxed);
@@ -178,7 +178,7 @@ impl Root {
         }
     }
 
-    /// What mechanism #1 points at: bus 23:16, device 15:11, function 10:8, register 7:2.
+    /// Returns the device and register that mechanism #1 selects: bus 23:16, device 15:11, function 10:8, register 7:2.
     fn selected(&self, address: u32, port: u16) -> Option<(&dyn Function, u16)> {
         if address & ADDRESS_ENABLE == 0 || address & 0x00ff_0700 != 0 {
             return None;
@@ -188,7 +188,7 @@ impl Root {
         Some((slot.as_ref(), register + (port - DATA_PORT)))
     }
 
-    /// What an offset into ECAM points at: device 19:15, function 14:12, register 11:0.
+    /// Returns the device and register at an offset in ECAM: device 19:15, function 14:12, register 11:0.
     fn in_slot(&self, at: u32) -> Option<(&dyn Function, u16)> {
         if at & 0x7000 != 0 {
             return None;

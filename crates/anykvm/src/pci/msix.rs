@@ -1,7 +1,7 @@
 //! MSI-X: a function's table of messages, its pending bits, and the enable and mask bits in its
 //! capability (PCI Local Bus 3.0, 6.8.2).
 //!
-//! Each vector has a GSI; the routing table is told when a vector becomes deliverable.
+//! Each vector has a GSI. The routing table gets a vector's message when the vector can be delivered.
 
 use std::sync::Arc;
 
@@ -20,19 +20,19 @@ mod spec {
     pub(super) const MASKED: u8 = 1;
 }
 
-/// The message control bits that the guest may change.
+/// Bits of message control that the guest may change.
 pub(crate) const CONTROL_WRITABLE: u16 = spec::ENABLE | spec::MASK_ALL;
 
 #[derive(Debug)]
 struct Vector {
-    /// The table entry as the guest sees it.
+    /// The table entry as the guest reads it.
     entry: [u8; spec::ENTRY_LEN],
     is_pending: bool,
     gsi: u32,
     irq: IrqTrigger,
 }
 
-/// The table and the state of the capability.
+/// The table, and the state of the capability.
 #[derive(Debug)]
 pub(crate) struct Msix {
     vectors: Vec<Vector>,
@@ -41,7 +41,7 @@ pub(crate) struct Msix {
 }
 
 impl Msix {
-    /// `len` vectors, all masked, as after a reset.
+    /// Makes a table of `len` vectors, all masked, as after a reset.
     pub(crate) fn new(routes: Arc<Routes>, len: u16) -> Result<Self, BootError> {
         let mut vectors = Vec::new();
         for _ in 0..len {
@@ -62,23 +62,23 @@ impl Msix {
         })
     }
 
-    /// Number of vectors.
+    /// Returns the number of vectors.
     pub(crate) fn len(&self) -> u16 {
         u16::try_from(self.vectors.len()).unwrap_or(u16::MAX)
     }
 
-    /// Whether the guest uses MSI-X and not INTx.
+    /// Returns true if the guest uses MSI-X and not INTx.
     pub(crate) fn is_enabled(&self) -> bool {
         self.control & spec::ENABLE != 0
     }
 
-    /// The message control register was written.
+    /// Handles a write to message control.
     pub(crate) fn set_control(&mut self, control: u16) {
         self.control = control;
         self.deliver_pending();
     }
 
-    /// Sends the vector's message, or remembers to while it is masked. Numbers of no vector
+    /// Sends the vector's message; if the vector is masked, notes that it is pending. Numbers that are no vector's
     /// (0xffff is virtio's "none") are ignored.
     pub(crate) fn signal(&mut self, vector: u16) {
         let can_send = self.can_send();
@@ -92,7 +92,7 @@ impl Msix {
         }
     }
 
-    /// The guest reads the table.
+    /// Reads the table for the guest.
     pub(crate) fn read_table(&self, at: usize, data: &mut [u8]) {
         for (i, to) in data.iter_mut().enumerate() {
             let at = at.saturating_add(i);
@@ -102,7 +102,7 @@ impl Msix {
         }
     }
 
-    /// The guest writes the table.
+    /// Writes the table for the guest.
     pub(crate) fn write_table(&mut self, at: usize, data: &[u8]) {
         for (i, from) in data.iter().enumerate() {
             let at = at.saturating_add(i);
@@ -119,8 +119,8 @@ impl Msix {
                 _ => *from,
             };
         }
-        // Also for an entry that is changed while it is not masked, which the specification
-        // leaves undefined: the new message counts, as in QEMU.
+        // The specification leaves undefined what a change of an unmasked entry does. Here the new message counts, as
+        // in QEMU.
         if self.can_send() {
             let first = at / spec::ENTRY_LEN;
             let last = at.saturating_add(data.len().saturating_sub(1)) / spec::ENTRY_LEN;
@@ -131,7 +131,7 @@ impl Msix {
         self.deliver_pending();
     }
 
-    /// The guest reads the pending bits.
+    /// Reads the pending bits for the guest.
     pub(crate) fn read_pending(&self, at: usize, data: &mut [u8]) {
         for (i, to) in data.iter_mut().enumerate() {
             let first = at.saturating_add(i).saturating_mul(8);
@@ -140,7 +140,7 @@ impl Msix {
         }
     }
 
-    /// The table and the pending bits.
+    /// Saves the table and the pending bits.
     pub(crate) fn save(&self, w: &mut Writer) {
         w.put(&self.control);
         w.count(self.vectors.len());
@@ -150,7 +150,7 @@ impl Msix {
         }
     }
 
-    /// What was saved; messages that may be sent are routed.
+    /// Loads a saved state, and routes the messages that may be sent.
     pub(crate) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
         self.control = r.get::<u16>()? & CONTROL_WRITABLE;
         r.expect(self.vectors.len())?;
@@ -174,7 +174,7 @@ impl Msix {
         }
     }
 
-    /// Something was unmasked.
+    /// Sends what is pending, after something was unmasked.
     fn deliver_pending(&mut self) {
         if !self.can_send() {
             return;
@@ -254,7 +254,7 @@ mod tests {
         let vm = vm();
         let vcpu = vm.create_vcpu(0).unwrap();
         let mut lapic = vcpu.get_lapic().unwrap();
-        // Spurious vector register: software enable.
+        // The bit of the spurious vector register that enables the LAPIC.
         lapic.regs[0xf1] = 1;
         lapic.regs[0xf0] = -1;
         vcpu.set_lapic(&lapic).unwrap();
@@ -263,7 +263,7 @@ mod tests {
         msix.write_table(16, &entry(0xfee0_0000, 0x51, false));
         msix.signal(1);
         let limit = std::time::Instant::now() + std::time::Duration::from_secs(5);
-        // IRR bit 0x51: register 0x200 + 0x20, bit 0x11.
+        // Vector 0x51 is bit 0x11 of the IRR register at 0x200 + 0x20.
         while vcpu.get_lapic().unwrap().regs[0x222] & 2 == 0 {
             assert!(std::time::Instant::now() < limit, "no interrupt");
             std::thread::yield_now();

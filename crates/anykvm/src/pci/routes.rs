@@ -1,5 +1,5 @@
-//! Interrupts between devices and the hypervisor: the GSI routing table, to which MSIs are added,
-//! and PCI's shared, level-triggered INTx lines.
+//! Interrupts from devices to the hypervisor: the GSI routing table, to which MSIs are added, and PCI's shared,
+//! level-triggered INTx lines.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -14,23 +14,23 @@ use crate::error::BootError;
 use crate::layout::PCI_GSIS;
 use crate::lock::lock;
 
-/// GSIs of the chips' pins come before those of messages.
+/// First GSI of messages. The GSIs of the chips' pins come before.
 const FIRST_MESSAGE_GSI: u32 = 24;
 
 /// A message as a device would write it to memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Message {
-    /// Where to.
+    /// The address, which selects the processor.
     pub(crate) address: u64,
-    /// What.
+    /// The data, which has the vector.
     pub(crate) data: u32,
 }
 
 #[derive(Debug, Default)]
 struct Table {
-    /// `None`: given out, but nothing to send yet.
+    /// The message of each GSI that was given out; `None` if there is nothing to send yet.
     messages: BTreeMap<u32, Option<Message>>,
-    /// For each of `PCI_GSIS`, the functions that hold the line, one bit each.
+    /// For each of `PCI_GSIS`, a bit per function that raises the line.
     lines: [u32; PCI_GSIS.len()],
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Routes {
 }
 
 impl Routes {
-    /// Installs the routes of a PC: ISA IRQ 0 is on pin 2 of the IOAPIC.
+    /// Installs a PC's routes: ISA IRQ 0 is on pin 2 of the IOAPIC.
     pub(crate) fn new(vm: Arc<VmFd>) -> Result<Arc<Self>, BootError> {
         let routes = Self {
             vm,
@@ -52,7 +52,7 @@ impl Routes {
         Ok(Arc::new(routes))
     }
 
-    /// A GSI for a message, and what sends it.
+    /// Returns a GSI for a message, and the trigger that sends it.
     pub(crate) fn new_message(&self) -> Result<(u32, IrqTrigger), BootError> {
         let mut table = lock(&self.table);
         let last = table.messages.last_key_value();
@@ -65,8 +65,8 @@ impl Routes {
         Ok((gsi, irq))
     }
 
-    /// What `gsi` sends from now on. A message that the hypervisor refuses
-    /// (reserved bits in the address) is not sent, as on hardware nobody would take it.
+    /// Makes `gsi` send the message from now on. A message that the hypervisor refuses (reserved bits in the address)
+    /// is not sent; on hardware nothing would take it either.
     pub(crate) fn set_message(&self, gsi: u32, message: Message) {
         let mut table = lock(&self.table);
         let earlier = table.messages.insert(gsi, Some(message));
@@ -77,7 +77,7 @@ impl Routes {
         }
     }
 
-    /// The line of the PCI device in `slot`.
+    /// Returns the line of the PCI device in `slot`.
     pub(crate) fn line(self: &Arc<Self>, slot: u8) -> Line {
         Line {
             routes: Arc::clone(self),
@@ -134,7 +134,7 @@ fn to_message(gsi: u32, message: Message) -> kvm_irq_routing_entry {
     entry
 }
 
-/// The GSI on which the device in `slot` interrupts with INTA.
+/// Returns the GSI on which the device in `slot` interrupts with INTA.
 pub(crate) fn gsi_of_slot(slot: u8) -> u8 {
     let [a, b, c] = PCI_GSIS;
     match slot % 3 {
@@ -144,7 +144,7 @@ pub(crate) fn gsi_of_slot(slot: u8) -> u8 {
     }
 }
 
-/// One device's share of an INTx line.
+/// One device's share in an INTx line.
 #[derive(Debug, Clone)]
 pub(crate) struct Line {
     routes: Arc<Routes>,
@@ -152,7 +152,7 @@ pub(crate) struct Line {
 }
 
 impl Line {
-    /// Raises or lowers it; the line is up while any device holds it up.
+    /// Raises or lowers the device's share. The line is up while any device raises it.
     pub(crate) fn set(&self, is_up: bool) {
         let gsi = gsi_of_slot(self.slot);
         let bit = 1u32 << (self.slot % 32);
@@ -163,7 +163,7 @@ impl Line {
             }
             let holders = if is_up { *line | bit } else { *line & !bit };
             if (holders == 0) != (*line == 0) {
-                // It fails only without chips, and ours are there from the start.
+                // The call fails only without chips, and ours are there from the start.
                 let _ = self.routes.vm.set_irq_line(u32::from(gsi), holders != 0);
             }
             *line = holders;
@@ -185,7 +185,7 @@ pub(crate) mod tests {
     #[test]
     fn a_line_is_up_while_anybody_holds_it() {
         let routes = Routes::new(vm()).unwrap();
-        // Slots 1 and 4 share a line, 2 has another.
+        // Slots 1 and 4 share a line, slot 2 has another.
         let [one, two, four] = [1, 2, 4].map(|slot| routes.line(slot));
         let lines = || lock(&routes.table).lines.map(|holders| holders != 0);
         one.set(true);

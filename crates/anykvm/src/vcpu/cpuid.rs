@@ -1,10 +1,10 @@
-//! CPUID as each vCPU sees it: the supported leaves with this machine's topology.
+//! CPUID as each vCPU shows it: the supported leaves with this machine's topology.
 //!
 //! SDM vol. 2A, CPUID. One package, one thread per core, APIC id = vCPU number.
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 
-/// Leaf 1 ECX: the LAPIC timer has a TSC-deadline mode, which needs no calibration by the guest.
+/// Adds the LAPIC timer's TSC-deadline mode (leaf 1 ECX), which the guest need not calibrate.
 pub(crate) fn offer_tsc_deadline(leaves: &mut CpuId) {
     const TSC_DEADLINE: u32 = 1 << 24;
     for leaf in leaves.as_mut_slice().iter_mut().filter(|l| l.function == 1) {
@@ -12,7 +12,7 @@ pub(crate) fn offer_tsc_deadline(leaves: &mut CpuId) {
     }
 }
 
-/// The leaves for vCPU `id` of `cpus`.
+/// Returns the leaves for vCPU `id` of `cpus`.
 pub(super) fn for_vcpu(supported: &CpuId, id: u8, cpus: u8) -> CpuId {
     let mut leaves = supported.clone();
     for leaf in leaves.as_mut_slice() {
@@ -29,7 +29,7 @@ fn fix(leaf: &mut kvm_cpuid_entry2, id: u32, cpus: u32) {
             // EDX.HTT: the field above is valid.
             leaf.edx = (leaf.edx & !(1 << 28)) | (u32::from(cpus > 1) << 28);
         }
-        // Cache leaves end at type 0.
+        // The cache leaves end at type 0.
         0x4 if leaf.eax & 0x1f != 0 => {
             let level = (leaf.eax >> 5) & 7;
             let sharers = if level >= 3 { cpus } else { 1 };
@@ -50,7 +50,7 @@ fn fix(leaf: &mut kvm_cpuid_entry2, id: u32, cpus: u32) {
         }
         // ECX: 15:12 APIC id bits, 7:0 cores − 1 (AMD APM vol. 3, E.4.7).
         0x8000_0008 => leaf.ecx = (id_bits(cpus) << 12) | (cpus - 1),
-        // Extended APIC id, core id with one thread per core, node 0.
+        // Extended APIC id; core id, with one thread per core; node 0.
         0x8000_001e => {
             leaf.eax = id;
             leaf.ebx = id & 0xff;
@@ -60,7 +60,7 @@ fn fix(leaf: &mut kvm_cpuid_entry2, id: u32, cpus: u32) {
     }
 }
 
-/// Bits that tell the cores of the package apart.
+/// Returns the number of bits that tell the cores of the package apart.
 fn id_bits(cpus: u32) -> u32 {
     cpus.next_power_of_two().trailing_zeros()
 }

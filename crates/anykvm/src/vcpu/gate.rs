@@ -1,4 +1,4 @@
-//! Where vCPUs wait while the machine stands still, having left their state.
+//! The gate, where vCPUs wait while the machine stands still, after they have left their state.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -9,21 +9,21 @@ use anykvm_ioctls::VcpuStopper;
 use crate::error::BootError;
 use crate::lock::lock;
 
-/// How often those that are still in the guest are asked again, and those that wait look whether the machine ends.
+/// How often vCPUs that are still in the guest are kicked again, and vCPUs that wait look whether the machine ends.
 const LOOK: Duration = Duration::from_millis(2);
 
 #[derive(Default)]
 struct State {
-    /// How often it was closed.
+    /// How often the gate was closed.
     round: u64,
     stoppers: Vec<VcpuStopper>,
-    /// By vCPU: what it has left, while it waits.
+    /// By vCPU, the state that it has left, while it waits.
     saved: Vec<Option<Result<Vec<u8>, BootError>>>,
-    /// By vCPU: nanoseconds that dirty logging had taken when it came here last.
+    /// By vCPU, nanoseconds that dirty logging had taken when the vCPU came to the gate last.
     stalls: Vec<u64>,
 }
 
-/// All vCPUs go through it before they enter the guest.
+/// The gate that all vCPUs pass before they enter the guest.
 #[derive(Default)]
 pub(crate) struct Gate {
     is_closed: AtomicBool,
@@ -32,7 +32,7 @@ pub(crate) struct Gate {
 }
 
 impl Gate {
-    /// Another vCPU, in the order of their numbers.
+    /// Adds a vCPU, in the order of their numbers.
     pub(crate) fn add(&self, stopper: VcpuStopper) {
         let mut state = lock(&self.state);
         state.stoppers.push(stopper);
@@ -40,18 +40,18 @@ impl Gate {
         state.stalls.push(0);
     }
 
-    /// Whether vCPUs are to wait. Cheap: for every exit.
+    /// Returns true if vCPUs have to wait. It is cheap, as it is called for every exit.
     pub(crate) fn is_closed(&self) -> bool {
         self.is_closed.load(Ordering::Acquire)
     }
 
-    /// What dirty logging had taken of the vCPUs' time when they came here last.
+    /// Returns what dirty logging had taken of the vCPUs' time when they came to the gate last.
     pub(crate) fn stalled(&self) -> Duration {
         Duration::from_nanos(lock(&self.state).stalls.iter().sum())
     }
 
-    /// vCPU `id` waits, having left `saved`, until the gate is opened or `is_ending`. Dirty logging has taken `stall` nanoseconds of
-    /// its time so far.
+    /// Makes vCPU `id` wait, which has left `saved`, until the gate is opened or `is_ending`. Dirty logging has taken
+    /// `stall` nanoseconds of its time so far.
     pub(super) fn wait(
         &self,
         id: u8,
@@ -71,30 +71,31 @@ impl Gate {
             *place = stall;
         }
         self.changed.notify_all();
-        // Closed once more, it asks for the state once more.
+        // If the gate is closed once more, this returns and the vCPU leaves its state once more.
         while self.is_closed() && state.round == round && !is_ending.load(Ordering::SeqCst) {
             let waited = self.changed.wait_timeout(state, LOOK);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// Closes it, and has all else stand still by `stand_still`; returns what the vCPUs have left once nothing moves any more.
+    /// Closes the gate, and calls `stand_still` to make all else stand still. Returns the states that the vCPUs have
+    /// left once nothing moves any more.
     ///
-    /// States are read twice. An interrupt from a vCPU or a device that still moves may reach a vCPU that has left its state
-    /// already, and would be in nobody's.
+    /// States are read twice. An interrupt from a vCPU or a device that still moves may reach a vCPU that has left its
+    /// state already, and the first state would not have it.
     ///
     /// # Errors
-    /// A state that could not be had: the gate is open again.
+    /// If a vCPU's state cannot be read. The gate is open again then.
     pub(crate) fn close(&self, stand_still: impl FnOnce()) -> Result<Vec<Vec<u8>>, BootError> {
         self.gather()?;
         stand_still();
         self.gather()
     }
 
-    /// Closes it, if it is not; returns when all vCPUs wait, with what they have left since.
+    /// Closes the gate, if it is open. Returns the states that the vCPUs have left since, when all of them wait.
     fn gather(&self) -> Result<Vec<Vec<u8>>, BootError> {
         let mut state = lock(&self.state);
-        // Also those that wait already leave their state once more.
+        // vCPUs that wait already leave their state once more, too.
         state.saved.iter_mut().for_each(|saved| *saved = None);
         state.round += 1;
         self.is_closed.store(true, Ordering::Release);
@@ -122,7 +123,7 @@ impl Gate {
         let mut all = Vec::new();
         let mut failed = None;
         for saved in state.saved.iter_mut().flatten() {
-            // Those that wait keep their place.
+            // The entries of vCPUs that wait stay in place.
             match std::mem::replace(saved, Ok(Vec::new())) {
                 Ok(bytes) => all.push(bytes),
                 Err(error) => failed = Some(error),
@@ -138,7 +139,7 @@ impl Gate {
         }
     }
 
-    /// The vCPUs go on.
+    /// Opens the gate: the vCPUs go on.
     pub(crate) fn open(&self) {
         let mut state = lock(&self.state);
         state.saved.iter_mut().for_each(|saved| *saved = None);
@@ -146,7 +147,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// Nothing keeps a vCPU any more.
+    /// Drops what keeps vCPUs alive.
     pub(crate) fn clear(&self) {
         lock(&self.state).stoppers.clear();
     }
@@ -161,7 +162,8 @@ mod tests {
 
     use super::*;
 
-    /// The second vCPU's last act is an interrupt for the first one, which waits already; a device's is one for both.
+    /// The second vCPU's last act is an interrupt for the first one, which waits already; a device's is an interrupt
+    /// for both.
     #[test]
     fn states_are_those_after_everything_has_stopped() {
         let gate = Gate::default();

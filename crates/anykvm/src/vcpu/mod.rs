@@ -1,4 +1,4 @@
-//! One vCPU: its state before the first instruction, and the loop that serves its exits.
+//! One vCPU: its state before the first instruction, and the loop that handles its exits.
 
 mod cpuid;
 mod gate;
@@ -23,9 +23,9 @@ pub(crate) use gate::Gate;
 pub(crate) use registers::write_boot_structures;
 
 const EINTR: i32 = rustix::io::Errno::INTR.raw_os_error();
-/// A write here prints the vCPU's counters, if the user wants to see them.
+/// Port at which a write prints the vCPU's counters, if the user wants to see them.
 const STATS_PORT: u16 = 0xee0;
-/// RFLAGS: interrupts are taken.
+/// RFLAGS.IF: interrupts are enabled.
 const IF: u64 = 1 << 9;
 const EAGAIN: i32 = rustix::io::Errno::AGAIN.raw_os_error();
 
@@ -49,23 +49,23 @@ pub(crate) fn set_up(
     Ok(())
 }
 
-/// What a vCPU's loop goes by.
+/// What a vCPU's loop uses.
 pub(crate) struct Surroundings<'a> {
-    /// What answers its accesses.
+    /// The devices that answer the vCPU's accesses.
     pub(crate) devices: &'a Devices,
-    /// It prints what it has counted when the guest asks for it.
+    /// True if the vCPU prints its counters when the guest asks for them.
     pub(crate) shows_stats: bool,
-    /// The machine ends, and the vCPU is stopped.
+    /// True if the machine ends, and the vCPU is stopped.
     pub(crate) is_ending: &'a AtomicBool,
-    /// Learns whether it has halted for good when it is kicked, and says whether all have.
+    /// Called when the vCPU was kicked, with whether it has halted for good. Returns true if all vCPUs have.
     pub(crate) report: &'a dyn Fn(bool) -> bool,
-    /// Where it waits while the machine stands still.
+    /// Where the vCPU waits while the machine stands still.
     pub(crate) gate: &'a Gate,
-    /// MSRs that it may have.
+    /// MSRs that the vCPU may have.
     pub(crate) msrs: &'a [u32],
 }
 
-/// Runs the vCPU until it ends the machine, which is what it returns, or something else does.
+/// Runs the vCPU until it ends the machine, and returns that ending; or until something else ends the machine.
 pub(crate) fn run(vcpu: &mut VcpuFd, id: u8, around: &Surroundings<'_>) -> Option<Ending> {
     let Surroundings {
         devices, is_ending, ..
@@ -73,12 +73,12 @@ pub(crate) fn run(vcpu: &mut VcpuFd, id: u8, around: &Surroundings<'_>) -> Optio
     while !is_ending.load(Ordering::SeqCst) {
         let is_closing = around.gate.is_closed();
         if is_closing {
-            // The guest's access that was answered last is completed, and no more.
+            // The guest's access that was answered last is completed, and nothing more is executed.
             vcpu.set_kvm_immediate_exit(1);
         }
         let ending = match vcpu.run() {
             Ok(VcpuExit::IoIn(port, data)) => {
-                // A repeated INS asks for several elements; such ports are bytes here.
+                // A repeated INS asks for several elements. Ports with more than one element are bytes here.
                 if matches!(data.len(), 1 | 2 | 4) {
                     devices.port_read(port, data);
                 } else {
@@ -104,7 +104,7 @@ pub(crate) fn run(vcpu: &mut VcpuFd, id: u8, around: &Surroundings<'_>) -> Optio
             Ok(VcpuExit::Shutdown) => Some(Ending::TripleFault { vcpu: id }),
             Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_SHUTDOWN, _)) => Some(Ending::PowerOff),
             Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_RESET, _)) => Some(Ending::Reset),
-            // With an in-kernel irqchip HLT waits inside KVM_RUN; the others ask for nothing.
+            // With an in-kernel irqchip, HLT waits inside KVM_RUN. The other exits ask for nothing.
             Ok(VcpuExit::Hlt | VcpuExit::Intr | VcpuExit::IrqWindowOpen | VcpuExit::SetTpr) => None,
             Ok(exit) => {
                 let reason = format!("{exit:?}");
@@ -116,11 +116,11 @@ pub(crate) fn run(vcpu: &mut VcpuFd, id: u8, around: &Surroundings<'_>) -> Optio
                 around.gate.wait(id, saved, stalled(vcpu), is_ending);
                 None
             }
-            // Somebody wants to know whether it has halted.
+            // The vCPU was kicked to say whether it has halted.
             Err(errno) if errno.errno() == EINTR => {
                 (around.report)(has_halted(vcpu)).then_some(Ending::Halted)
             }
-            // An AP that has just been started.
+            // An AP has just been started.
             Err(errno) if errno.errno() == EAGAIN => None,
             Err(errno) => Some(stopped(vcpu, id, format!("KVM_RUN: {errno}"))),
         };
@@ -131,21 +131,21 @@ pub(crate) fn run(vcpu: &mut VcpuFd, id: u8, around: &Surroundings<'_>) -> Optio
     None
 }
 
-/// Nanoseconds that dirty logging has taken of its time.
+/// Returns the nanoseconds that dirty logging has taken of the vCPU's time.
 fn stalled(vcpu: &VcpuFd) -> u64 {
     let counted = vcpu.statistics().unwrap_or_default();
     let stall = counted.iter().find(|(name, _)| *name == "dirty_stall_ns");
     stall.map_or(0, |(_, ns)| *ns)
 }
 
-/// One line with all counters.
+/// Prints a line with all counters.
 fn print_counted(vcpu: &VcpuFd) {
     let counted = vcpu.statistics().unwrap_or_default();
     let words: Vec<String> = counted.iter().map(|(n, v)| format!(" {n}={v}")).collect();
     crate::stdio::note(&format!("counted{}", words.concat()));
 }
 
-/// It waits, and no interrupt will end that; or it was never started.
+/// Returns true if the vCPU waits and no interrupt can end that, or if it was never started.
 fn has_halted(vcpu: &VcpuFd) -> bool {
     let state = vcpu.get_mp_state().map(|state| state.mp_state);
     match state {

@@ -1,4 +1,4 @@
-//! The state in which the boot protocols want the first vCPU: segments, paging, general registers.
+//! The state that the boot protocols demand of the first vCPU: segments, paging, general registers.
 //!
 //! `Documentation/arch/x86/boot.rst`, "32-bit" and "64-bit boot protocol"; Xen's PVH ABI.
 
@@ -24,10 +24,10 @@ mod spec {
     pub(super) const IA32_MISC_ENABLE: u32 = 0x1a0;
     pub(super) const MISC_ENABLE_FAST_STRING: u64 = 1;
     pub(super) const IA32_MTRR_DEF_TYPE: u32 = 0x2ff;
-    /// MTRRs on, everything write-back.
+    /// MTRRs are on, and all memory is write-back.
     pub(super) const MTRR_ENABLE_WB: u64 = (1 << 11) | 6;
     pub(super) const AMD64_HWCR: u32 = 0xc001_0015;
-    /// The TSC counts at the P0 frequency. Firmware of AMD machines sets it, Linux checks it.
+    /// The TSC counts at the P0 frequency. Firmware of AMD machines sets this bit, and Linux checks it.
     pub(super) const HWCR_TSC_FREQ_SEL: u64 = 1 << 24;
     pub(super) const LVT_LINT0: usize = 0x350;
     pub(super) const LVT_LINT1: usize = 0x360;
@@ -39,7 +39,7 @@ const BOOT_CS: u16 = 0x10;
 const BOOT_DS: u16 = 0x18;
 const BOOT_TSS: u16 = 0x20;
 
-/// Flat segments: null, null, code (64-bit or 32-bit, as the entry asks), data, TSS.
+/// Returns flat segments: null, null, code (64-bit or 32-bit, as the entry demands), data, TSS.
 fn gdt(entry: Entry) -> [u64; 5] {
     let code = match entry {
         Entry::Long { .. } => 0x00af_9b00_0000_ffff,
@@ -48,7 +48,7 @@ fn gdt(entry: Entry) -> [u64; 5] {
     [0, 0, code, 0x00cf_9300_0000_ffff, 0x0000_8b00_0000_0067]
 }
 
-/// GDT and, for a 64-bit entry, the identity map of the first 4 GiB.
+/// Writes the GDT and, for a 64-bit entry, the identity map of the first 4 GiB.
 pub(crate) fn write_boot_structures(memory: &GuestMemory, entry: Entry) -> Result<(), BootError> {
     let what = "the boot GDT and page tables";
     let put = |at: u64, value: u64| {
@@ -76,7 +76,7 @@ pub(crate) fn write_boot_structures(memory: &GuestMemory, entry: Entry) -> Resul
     Ok(())
 }
 
-/// Segments, control registers and general registers for `entry`.
+/// Sets segments, control registers and general registers for `entry`.
 pub(super) fn set_entry(vcpu: &VcpuFd, entry: Entry) -> Result<(), BootError> {
     let is_long = matches!(entry, Entry::Long { .. });
     let mut sregs = vcpu.get_sregs().map_err(BootError::kvm("KVM_GET_SREGS"))?;
@@ -147,7 +147,7 @@ pub(super) fn set_entry(vcpu: &VcpuFd, entry: Entry) -> Result<(), BootError> {
     vcpu.set_regs(&regs).map_err(BootError::kvm("KVM_SET_REGS"))
 }
 
-/// What firmware leaves in the MSRs that Linux checks.
+/// Sets the MSRs that Linux checks to what firmware leaves there.
 pub(super) fn set_msrs(vcpu: &VcpuFd) -> Result<(), BootError> {
     let entries = [
         (spec::IA32_MISC_ENABLE, spec::MISC_ENABLE_FAST_STRING),
@@ -163,14 +163,14 @@ pub(super) fn set_msrs(vcpu: &VcpuFd) -> Result<(), BootError> {
         let Ok(msrs) = Msrs::from_entries(&[entry]) else {
             continue;
         };
-        // A KVM without one of them answers that it set none; the guest does not see it either.
+        // If KVM does not have one of these MSRs, it returns that it has set none; the guest does not have it either.
         vcpu.set_msrs(&msrs)
             .map_err(BootError::kvm("KVM_SET_MSRS"))?;
     }
     Ok(())
 }
 
-/// FNINIT's control word, and MXCSR with all exceptions masked.
+/// Sets FNINIT's control word, and an MXCSR with all exceptions masked.
 pub(super) fn set_fpu(vcpu: &VcpuFd) -> Result<(), BootError> {
     let fpu = kvm_fpu {
         fcw: 0x37f,
@@ -180,7 +180,7 @@ pub(super) fn set_fpu(vcpu: &VcpuFd) -> Result<(), BootError> {
     vcpu.set_fpu(&fpu).map_err(BootError::kvm("KVM_SET_FPU"))
 }
 
-/// Virtual-wire mode, as firmware leaves it: LINT0 takes the PIC's interrupts, LINT1 NMIs.
+/// Sets the LAPIC's virtual-wire mode, as firmware leaves it: LINT0 takes the PIC's interrupts, LINT1 NMIs.
 pub(super) fn set_lapic(vcpu: &VcpuFd) -> Result<(), BootError> {
     let mut lapic = vcpu.get_lapic().map_err(BootError::kvm("KVM_GET_LAPIC"))?;
     for (register, mode) in [

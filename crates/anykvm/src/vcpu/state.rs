@@ -1,4 +1,4 @@
-//! A vCPU's whole state, saved and restored: all that KVM has a GET and a SET for.
+//! Saves and loads a vCPU's whole state: everything that KVM has a GET and a SET for.
 
 use anykvm_ioctls::{Kvm, VcpuFd};
 use kvm_bindings::{
@@ -8,12 +8,12 @@ use kvm_bindings::{
 use crate::error::BootError;
 use crate::fields::{Malformed, Reader, Writer};
 
-/// IA32_TSC: the offset says it exactly.
+/// IA32_TSC is left out, because the TSC's offset says the same exactly.
 const TSC: u32 = 0x10;
-/// MSRs are got one list at a time.
+/// Maximum number of MSRs.
 const MSRS_MAX: usize = 4096;
 
-/// The MSRs that a vCPU may have.
+/// Returns the MSRs that a vCPU may have.
 pub(crate) fn msr_list(kvm: &Kvm) -> Result<Vec<u32>, BootError> {
     let list = kvm
         .get_msr_index_list()
@@ -39,13 +39,13 @@ fn get_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, BootEr
             .get_msrs(&mut msrs)
             .map_err(BootError::kvm("KVM_GET_MSRS"))?;
         got.extend(msrs.as_slice().iter().take(count));
-        // The one that is refused is not this vCPU's: the guest's CPUID has no such feature.
+        // The MSR that was refused is skipped: this vCPU does not have it, as the guest's CPUID lacks the feature.
         rest = rest.get(count + 1..).unwrap_or_default();
     }
     Ok(got)
 }
 
-/// The state of a vCPU that is out of KVM_RUN and has no access of the guest's left to complete.
+/// Saves the state of a vCPU that has left KVM_RUN and has no access of the guest to complete.
 pub(crate) fn save(vcpu: &VcpuFd, msrs: &[u32]) -> Result<Vec<u8>, BootError> {
     let mut w = Writer::default();
     let cpuid = vcpu
@@ -62,7 +62,7 @@ pub(crate) fn save(vcpu: &VcpuFd, msrs: &[u32]) -> Result<Vec<u8>, BootError> {
             .tsc_offset()
             .map_err(BootError::kvm("KVM_GET_DEVICE_ATTR"))?,
     );
-    // Before the others, as in QEMU: it settles what an INIT or SIPI that waits makes of the rest.
+    // This comes before the others, as in QEMU, because it makes what a waiting INIT or SIPI changes part of the rest.
     w.put(
         &vcpu
             .get_mp_state()
@@ -92,7 +92,7 @@ pub(crate) fn save(vcpu: &VcpuFd, msrs: &[u32]) -> Result<Vec<u8>, BootError> {
     Ok(w.into_bytes())
 }
 
-/// `kvm_sregs2` has no conversion of its own.
+/// Writes `kvm_sregs2`, which has no conversion of its own.
 fn put_sregs(w: &mut Writer, s: &kvm_sregs2) {
     for segment in [s.cs, s.ds, s.es, s.fs, s.gs, s.ss, s.tr, s.ldt] {
         w.put(&segment);
@@ -138,7 +138,7 @@ fn get_sregs(r: &mut Reader<'_>) -> Result<kvm_sregs2, Malformed> {
     })
 }
 
-/// Why a state could not be restored.
+/// Makes an error of a state that could not be restored.
 fn refused(call: &'static str) -> impl FnOnce(anykvm_ioctls::Error) -> Malformed {
     move |errno| {
         Malformed(format!(
@@ -147,7 +147,7 @@ fn refused(call: &'static str) -> impl FnOnce(anykvm_ioctls::Error) -> Malformed
     }
 }
 
-/// Gives a new vCPU the state. `shift` is added to the TSC's offset: 0 on the machine that it comes from.
+/// Loads the state into a new vCPU. `shift` is added to the TSC's offset: 0 on the machine that the state comes from.
 pub(crate) fn load(vcpu: &VcpuFd, bytes: &[u8], shift: u64) -> Result<(), Malformed> {
     let r = &mut Reader::new(bytes, "a vCPU");
     let leaves: Vec<kvm_cpuid_entry2> = r.list(KVM_MAX_CPUID_ENTRIES)?;
@@ -170,7 +170,7 @@ pub(crate) fn load(vcpu: &VcpuFd, bytes: &[u8], shift: u64) -> Result<(), Malfor
         .map_err(refused("KVM_SET_DEBUGREGS"))?;
     vcpu.set_lapic(&r.get()?)
         .map_err(refused("KVM_SET_LAPIC"))?;
-    // After the LAPIC, whose timer's mode decides what a deadline means.
+    // MSRs come after the LAPIC, whose timer mode decides what a deadline means.
     for entry in r.list::<kvm_msr_entry>(MSRS_MAX)? {
         let msrs = Msrs::from_entries(&[entry]).map_err(|_| r.wrong("an MSR"))?;
         let set = vcpu.set_msrs(&msrs).map_err(refused("KVM_SET_MSRS"))?;

@@ -18,33 +18,33 @@ use crate::memory::GuestMemory;
 
 mod spec {
     pub(super) const QUEUE_SIZE: u16 = 256;
-    /// A chain also has a header and a status.
+    /// Maximum number of data segments. A chain also has a header and a status.
     pub(super) const SEG_MAX: u32 = 254;
-    /// Request type, reserved, first sector.
+    /// Length of the header: request type, reserved, first sector.
     pub(super) const HEADER_LEN: usize = 16;
-    /// First sector, number of sectors, flags.
+    /// Length of a range: first sector, number of sectors, flags.
     pub(super) const RANGE_LEN: usize = 16;
     pub(super) const RANGES_MAX: usize = 64;
     pub(super) const RANGE_SECTORS_MAX: u32 = 1 << 22;
-    /// Flag of a range: the space may be given back.
+    /// Flag of a range that lets the disk give the space back.
     pub(super) const UNMAP: u32 = 1;
 }
 
-/// Bytes that are moved at once.
+/// Number of bytes that are moved at once.
 const CHUNK: usize = 1 << 17;
 
-/// A disk and the buffer between it and guest memory.
+/// A disk, and the buffer between it and guest memory.
 #[derive(Debug)]
 pub(crate) struct BlockDevice {
     disk: Disk,
     buffer: Vec<u8>,
 }
 
-/// How a request ended, when it did not end well.
+/// How a request ends that does not succeed.
 enum Refusal {
-    /// Reported to the driver.
+    /// With this status, which the driver gets.
     Status(u32),
-    /// The chain is not a request at all.
+    /// With a broken device, because the chain is not a request at all.
     Broken(Broken),
 }
 
@@ -55,7 +55,7 @@ impl From<std::io::Error> for Refusal {
 }
 
 impl BlockDevice {
-    /// A virtio disk.
+    /// Makes a device of a disk.
     pub(crate) fn new(disk: Disk) -> Self {
         Self {
             disk,
@@ -63,7 +63,7 @@ impl BlockDevice {
         }
     }
 
-    /// Does one request; the number of bytes written to guest memory.
+    /// Carries out one request. Returns the number of bytes written to guest memory.
     fn request(&mut self, chain: Chain<'_>, memory: &GuestMemory) -> Result<u32, Broken> {
         let mut reader = chain.clone().reader(memory)?;
         let mut writer = chain.writer(memory)?;
@@ -102,7 +102,7 @@ impl BlockDevice {
             .map_err(|_| Broken("a chain of more than 4 GiB".into()))
     }
 
-    /// First byte on the disk of `len` bytes from `sector` on, if they are whole sectors of it.
+    /// Returns the offset on the disk of `len` bytes from `sector` on, if they are whole sectors of the disk.
     fn place(&self, sector: u64, len: u64) -> Result<u64, Refusal> {
         let at = sector.checked_mul(SECTOR);
         at.filter(|at| {
@@ -162,7 +162,7 @@ impl BlockDevice {
             let sector = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
             let sectors = u32::from_le_bytes([i, j, k, l]);
             let flags = u32::from_le_bytes(flags);
-            // 5.2.6.2: unknown flags, and UNMAP for a discard, are unsupported.
+            // Unknown flags are unsupported, and so is UNMAP for a discard (5.2.6.2).
             if flags & !spec::UNMAP != 0 || (discards && flags != 0) {
                 return Err(Refusal::Status(VIRTIO_BLK_S_UNSUPP));
             }
@@ -222,7 +222,7 @@ impl Backend for BlockDevice {
     }
 }
 
-/// `struct virtio_blk_config`.
+/// Returns `struct virtio_blk_config`.
 fn config(sectors: u64) -> Vec<u8> {
     let ranges = u32::try_from(spec::RANGES_MAX).unwrap_or(1);
     let mut config = sectors.to_le_bytes().to_vec();
@@ -232,11 +232,11 @@ fn config(sectors: u64) -> Vec<u8> {
     config.extend(u32::try_from(SECTOR).unwrap_or(0).to_le_bytes());
     config.extend([0; 8]); // topology
     config.extend([0, 0, 1, 0]); // write-back, reserved, one queue
-    // Discard: sectors in a range, ranges, alignment.
+    // Discard: maximum number of sectors in a range, of ranges, and the alignment.
     for value in [spec::RANGE_SECTORS_MAX, ranges, 1] {
         config.extend(value.to_le_bytes());
     }
-    // Write zeroes: sectors in a range, ranges, may unmap.
+    // Write zeroes: maximum number of sectors in a range, of ranges, and whether it may unmap.
     for value in [spec::RANGE_SECTORS_MAX, ranges, 1] {
         config.extend(value.to_le_bytes());
     }

@@ -1,4 +1,4 @@
-//! How a device tells the guest: MSI-X vectors, or the ISR byte and an INTx line.
+//! How a device interrupts the guest: by MSI-X vectors, or by the ISR byte and an INTx line.
 //!
 //! Virtio 1.2, 4.1.4.5 and 4.1.5.1.2.
 
@@ -10,7 +10,7 @@ use crate::lock::lock;
 use crate::pci::msix::Msix;
 use crate::pci::routes::Line;
 
-/// "No vector".
+/// The value that means "no vector".
 pub(super) const NO_VECTOR: u16 = 0xffff;
 /// ISR bits.
 const ISR_QUEUE: u8 = 1;
@@ -22,7 +22,7 @@ struct Level {
     line: Line,
 }
 
-/// A device's interrupts; shared by the transport and the worker.
+/// A device's interrupts, which the transport and the worker share.
 #[derive(Debug)]
 pub(super) struct Interrupts {
     pub(super) msix: Mutex<Msix>,
@@ -44,25 +44,25 @@ impl Interrupts {
         }
     }
 
-    /// Queue `index` has used buffers.
+    /// Signals that queue `index` has used buffers.
     pub(super) fn signal_queue(&self, index: usize) {
         if let Some(vector) = self.queue_vectors.get(index) {
             self.signal(vector, ISR_QUEUE);
         }
     }
 
-    /// The configuration, or the status, has changed.
+    /// Signals that the configuration or the status has changed.
     pub(super) fn signal_config(&self) {
         self.signal(&self.config_vector, ISR_CONFIG);
     }
 
-    /// The vector of a queue, or of configuration changes.
+    /// Returns the vector of a queue, or of configuration changes.
     pub(super) fn vector(&self, queue: Option<usize>) -> u16 {
         self.slot(queue)
             .map_or(NO_VECTOR, |vector| vector.load(Ordering::Acquire))
     }
 
-    /// Sets it; a vector that does not exist becomes "none", which tells the driver so.
+    /// Sets a vector. One that does not exist becomes "none", which the driver can read.
     pub(super) fn set_vector(&self, queue: Option<usize>, vector: u16) {
         let vectors = lock(&self.msix).len();
         let vector = if vector < vectors { vector } else { NO_VECTOR };
@@ -71,7 +71,7 @@ impl Interrupts {
         }
     }
 
-    /// The guest reads the ISR byte, which takes the interrupt back.
+    /// Reads the ISR byte for the guest, which also lowers the interrupt.
     pub(super) fn take_isr(&self) -> u8 {
         let mut level = lock(&self.level);
         let isr = std::mem::take(&mut level.isr);
@@ -79,19 +79,19 @@ impl Interrupts {
         isr
     }
 
-    /// Whether INTx is asserted, for the PCI status register.
+    /// Returns true if INTx is asserted, for the PCI status register.
     pub(super) fn is_level_up(&self) -> bool {
         lock(&self.level).isr != 0
     }
 
-    /// After a change of the interrupt-disable bit or of MSI-X.
+    /// Follows a change of the interrupt-disable bit or of MSI-X.
     pub(super) fn set_intx_off(&self, is_off: bool) {
         self.is_intx_off.store(is_off, Ordering::Release);
         let level = lock(&self.level);
         level.line.set(!is_off && level.isr != 0);
     }
 
-    /// As after power-on, except for the MSI-X table, which is PCI's.
+    /// Sets everything to the state after power-on, except for the MSI-X table, which is PCI's.
     pub(super) fn reset(&self) {
         for vector in self.queue_vectors.iter().chain([&self.config_vector]) {
             vector.store(NO_VECTOR, Ordering::Release);
@@ -99,7 +99,7 @@ impl Interrupts {
         self.take_isr();
     }
 
-    /// Vectors, and what is asserted.
+    /// Saves the vectors, and what is asserted.
     pub(super) fn save(&self, w: &mut Writer) {
         lock(&self.msix).save(w);
         w.count(self.queue_vectors.len());
@@ -110,7 +110,7 @@ impl Interrupts {
         w.put(&lock(&self.level).isr);
     }
 
-    /// What was saved.
+    /// Loads a saved state.
     pub(super) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
         lock(&self.msix).load(r)?;
         r.expect(self.queue_vectors.len())?;
@@ -138,7 +138,7 @@ impl Interrupts {
                 return;
             }
         }
-        // The ISR and the line change together, or a line could stay up that nobody lowers.
+        // The ISR and the line change together. Otherwise a line could stay up that nobody lowers.
         let mut level = lock(&self.level);
         level.isr |= cause;
         level.line.set(!self.is_intx_off.load(Ordering::Acquire));

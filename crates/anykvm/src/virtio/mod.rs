@@ -1,12 +1,11 @@
 //! Virtio 1.2 devices on PCI: block (disks), entropy, console.
 //!
-//! A device is a [`Backend`] (what it does with its queues) behind a [`transport`] (how the guest
-//! finds, configures and notifies it). The transport runs on vCPU threads; the backend on a worker
-//! thread of its own, woken by doorbells, which the guest's notifications ring without an exit.
+//! A device is a [`Backend`] (what it does with its queues) behind a [`transport`] (how the guest finds, configures and
+//! notifies it). The transport runs on vCPU threads. The backend runs on a worker thread of its own, which doorbells
+//! wake; the guest's notifications ring them without an exit.
 //!
-//! Everything in guest memory is hostile: addresses outside of RAM, chains that are cyclic or
-//! lack a part, impossible ring indices. Any of them stops the device (DEVICE_NEEDS_RESET) until
-//! the guest resets it, and nothing else.
+//! Everything in guest memory is hostile: addresses outside of RAM, chains that are cyclic or incomplete, impossible
+//! ring indices. Any of these stops the device (DEVICE_NEEDS_RESET) until the guest resets it, and nothing else.
 
 mod block;
 mod console;
@@ -38,7 +37,7 @@ use queue::{Broken, Progress};
 /// What the transport shows of a device.
 #[derive(Debug, Clone)]
 pub(crate) struct Profile {
-    /// For thread names.
+    /// The device's name, for threads.
     pub(crate) name: &'static str,
     /// Virtio device id.
     pub(crate) kind: u16,
@@ -46,18 +45,18 @@ pub(crate) struct Profile {
     pub(crate) class: u32,
     /// Feature bits of the device type; those of every device are added.
     pub(crate) features: u64,
-    /// The most entries of each queue.
+    /// Maximum number of entries of each queue.
     pub(crate) queue_sizes: Vec<u16>,
     /// The device's configuration structure, which does not change.
     pub(crate) config: Vec<u8>,
 }
 
-/// What a device does.
+/// The work of a device.
 pub(crate) trait Backend: Send {
-    /// How the guest sees it.
+    /// Returns what the guest sees of the device.
     fn profile(&self) -> Profile;
 
-    /// Works on what is in queue `index`, not for ever.
+    /// Works on what is in queue `index`, for a limited time.
     fn serve(
         &mut self,
         index: usize,
@@ -65,18 +64,18 @@ pub(crate) trait Backend: Send {
         memory: &GuestMemory,
     ) -> Result<Progress, Broken>;
 
-    /// What rings the doorbell of a queue, for a backend that has more to do than the driver asks.
+    /// Gets the queues' doorbells, for a backend that has more to do than the driver asks for.
     fn connect(&mut self, _bells: &Arc<DoorbellQueue>) {}
 
-    /// What it knows that is not in guest memory or registers.
+    /// Saves state that is not in guest memory or registers.
     fn save(&self, _w: &mut Writer) {}
 
-    /// What was saved.
+    /// Loads a saved state.
     fn load(&mut self, _r: &mut Reader<'_>) -> Result<(), Malformed> {
         Ok(())
     }
 
-    /// The queues in the order in which the worker looks at them.
+    /// Returns the queues in the order in which the worker looks at them.
     fn order(&self) -> Vec<usize> {
         (0..self.profile().queue_sizes.len()).collect()
     }

@@ -1,19 +1,19 @@
-//! Taking descriptor chains from a queue, one after the other, within limits.
+//! Takes descriptor chains from a queue, one after the other, within limits.
 
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::bitmap::{AtomicBitmap, BS};
 
 use crate::memory::GuestMemory;
 
-/// What the guest has written for us.
+/// Reads what the guest has written for the device.
 pub(super) type Reader<'a> = virtio_queue::Reader<'a, BS<'a, AtomicBitmap>>;
-/// Where we write.
+/// Writes what the device returns to the guest.
 pub(super) type Writer<'a> = virtio_queue::Writer<'a, BS<'a, AtomicBitmap>>;
 
 /// A chain of the guest's buffers.
 pub(super) type Chain<'a> = DescriptorChain<&'a GuestMemory>;
 
-/// The driver broke the rules; the device needs a reset.
+/// The error of a driver that has broken the rules: the device needs a reset.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Broken(pub(super) String);
@@ -24,26 +24,26 @@ impl From<virtio_queue::Error> for Broken {
     }
 }
 
-/// What to do with a chain.
+/// What happens to a chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Give it back, with so many bytes written.
+    /// It is returned, with so many bytes written.
     Done(u32),
-    /// Leave it in the queue until there is something to put into it.
+    /// It stays in the queue until there is something to put into it.
     Wait,
 }
 
-/// What [`serve_chains`] achieved.
+/// What [`serve_chains`] has done.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Progress {
-    /// The driver wants an interrupt.
+    /// True if the driver wants an interrupt.
     pub(crate) interrupts: bool,
-    /// There is more to do at once.
+    /// True if there is more to do at once.
     pub(crate) has_more: bool,
 }
 
-/// Hands the available chains to `each`, at most one queue's worth of them, so that a driver which
-/// never stops adding cannot keep the device busy through a reset.
+/// Passes the available chains to `each`: at most as many as the queue has entries, so that a driver which never stops
+/// adding chains cannot keep the device busy through a reset.
 pub(super) fn serve_chains(
     queue: &mut Queue,
     memory: &GuestMemory,
@@ -55,7 +55,7 @@ pub(super) fn serve_chains(
     queue.disable_notification(memory)?;
     loop {
         let Some(chain) = queue.iter(memory)?.next() else {
-            // Nothing more, unless something came while notifications were still off.
+            // The queue is empty, unless a chain came while notifications were still off.
             if !queue.enable_notification(memory)? {
                 break;
             }

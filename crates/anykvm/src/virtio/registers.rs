@@ -11,7 +11,7 @@ use super::interrupts::Interrupts;
 use crate::fields::{Malformed, Reader, Writer};
 use crate::memory::GuestMemory;
 
-/// Bytes of the structure.
+/// Length of the structure in bytes.
 pub(super) const LEN: usize = 56;
 
 /// Feature bits of every device.
@@ -37,18 +37,18 @@ struct QueueRegisters {
     max_size: u16,
     size: u16,
     is_enabled: bool,
-    /// Descriptor table, available ring, used ring.
+    /// Addresses of the descriptor table, the available ring and the used ring.
     addresses: [u64; 3],
 }
 
-/// What a write asks of the transport.
+/// What the transport has to do after a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Request {
     /// Nothing.
     None,
-    /// The status became 0.
+    /// Reset the device: the status became 0.
     Reset,
-    /// The driver is ready: hand the queues over.
+    /// Take the queues over: the driver is ready.
     Activate,
 }
 
@@ -65,7 +65,7 @@ pub(super) struct Registers {
 }
 
 impl Registers {
-    /// After power-on.
+    /// Makes the registers as after power-on.
     pub(super) fn new(features: u64, queue_sizes: &[u16]) -> Self {
         let queues = queue_sizes.iter().map(|max_size| QueueRegisters {
             max_size: *max_size,
@@ -83,13 +83,13 @@ impl Registers {
         }
     }
 
-    /// As after power-on.
+    /// Sets the registers to their state after power-on.
     pub(super) fn reset(&mut self) {
         let sizes: Vec<u16> = self.queues.iter().map(|q| q.max_size).collect();
         *self = Self::new(self.offered, &sizes);
     }
 
-    /// What the driver has set.
+    /// Saves what the driver has set.
     pub(super) fn save(&self, w: &mut Writer) {
         w.put(&self.offered);
         w.put(&self.accepted);
@@ -105,7 +105,7 @@ impl Registers {
         }
     }
 
-    /// What the driver had set, of a device with the same features.
+    /// Loads what the driver had set, on a device with the same features.
     pub(super) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
         let offered: u64 = r.get()?;
         if offered != self.offered {
@@ -128,7 +128,7 @@ impl Registers {
         Ok(())
     }
 
-    /// The structure as the guest sees it at this moment.
+    /// Returns the structure as the guest reads it now.
     pub(super) fn bytes(&self, interrupts: &Interrupts, is_broken: bool) -> [u8; LEN] {
         let selected = usize::from(self.queue_select);
         let queue = self.queues.get(selected).copied().unwrap_or_default();
@@ -144,7 +144,7 @@ impl Registers {
         bytes.extend(word(self.accepted, self.driver_select).to_le_bytes());
         bytes.extend(interrupts.vector(None).to_le_bytes());
         bytes.extend(u16::try_from(self.queues.len()).unwrap_or(0).to_le_bytes());
-        // The generation stays: no configuration changes.
+        // The generation stays the same, because no configuration changes.
         bytes.extend([self.status | broken, 0]);
         bytes.extend(self.queue_select.to_le_bytes());
         bytes.extend(queue.size.to_le_bytes());
@@ -158,8 +158,8 @@ impl Registers {
         bytes.try_into().unwrap_or([0; LEN])
     }
 
-    /// A write of 1, 2, 4 or 8 bytes; drivers must use the width of the field (4.1.3.1), others
-    /// have no effect.
+    /// Handles a write of 1, 2, 4 or 8 bytes. Drivers must use the field's width (4.1.3.1); other writes have no
+    /// effect.
     pub(super) fn write(&mut self, at: u64, data: &[u8], interrupts: &Interrupts) -> Request {
         match *data {
             [value] if at == spec::STATUS => return self.set_status(value),
@@ -188,7 +188,7 @@ impl Registers {
                     queue.size = value;
                 }
             }
-            // A queue cannot be disabled but by a reset.
+            // Only a reset disables a queue.
             spec::QUEUE_ENABLE if value == 1 => {
                 if let Some(queue) = self.idle_queue() {
                     queue.is_enabled = true;
@@ -239,7 +239,7 @@ impl Registers {
         let wants_features = status & low8(VIRTIO_CONFIG_S_FEATURES_OK) != 0;
         let has_version_1 = self.accepted & (1 << VIRTIO_F_VERSION_1) != 0;
         if wants_features && (self.accepted & !self.offered != 0 || !has_version_1) {
-            // 3.1.1: the driver reads the bit back and finds that we do not agree.
+            // The driver reads the bit back and finds that the device does not agree (3.1.1).
             status &= !low8(VIRTIO_CONFIG_S_FEATURES_OK);
         }
         self.status = status;
@@ -251,7 +251,7 @@ impl Registers {
         }
     }
 
-    /// The enabled queues, checked; `None` if one of them cannot work.
+    /// Returns the enabled queues, which have been checked. `None` if one of them cannot work.
     pub(super) fn new_queues(&self, memory: &GuestMemory) -> Option<Vec<Option<Queue>>> {
         self.queues
             .iter()
@@ -268,7 +268,7 @@ impl Registers {
         self.status & low8(bit) != 0
     }
 
-    /// The selected queue while its registers may still be changed.
+    /// Returns the selected queue, while its registers may still be changed.
     fn idle_queue(&mut self) -> Option<&mut QueueRegisters> {
         self.queues
             .get_mut(usize::from(self.queue_select))
@@ -288,7 +288,7 @@ fn new_queue(registers: &QueueRegisters, features: u64, memory: &GuestMemory) ->
     queue.is_valid(memory).then_some(queue)
 }
 
-/// One of the 32-bit halves of the feature bits.
+/// Returns one of the 32-bit halves of the feature bits.
 fn word(features: u64, select: u32) -> u32 {
     let shifted = match select {
         0 => features,
@@ -298,7 +298,7 @@ fn word(features: u64, select: u32) -> u32 {
     u32::try_from(shifted & 0xffff_ffff).unwrap_or(0)
 }
 
-/// A status bit; all are in one byte.
+/// Returns a status bit as a byte; all of them fit.
 fn low8(bit: u32) -> u8 {
     u8::try_from(bit & 0xff).unwrap_or(0)
 }

@@ -9,7 +9,7 @@ use super::queue::{Broken, Progress, Step, serve_chains};
 use super::{Backend, Profile};
 use crate::memory::GuestMemory;
 
-/// Bytes given for one request, however large its buffers; the driver asks again.
+/// Maximum number of bytes for one request, however large its buffers are; the driver asks again.
 const GIVEN_MAX: usize = 4096;
 
 /// Random numbers from `getrandom(2)`.

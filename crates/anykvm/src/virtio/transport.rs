@@ -28,7 +28,7 @@ use crate::pci::routes::{Routes, gsi_of_slot};
 
 mod spec {
     pub(super) const VENDOR: u16 = 0x1af4;
-    /// Modern devices: this plus the virtio device id.
+    /// First PCI device id of modern devices; the virtio device id is added.
     pub(super) const FIRST_DEVICE: u16 = 0x1040;
     pub(super) const CAP_VENDOR: u8 = 9;
     /// Types of virtio's capabilities.
@@ -45,7 +45,7 @@ mod spec {
     pub(super) const NOTIFY_STRIDE: u32 = 4;
     pub(super) const MSIX_TABLE: u64 = 0x8000;
     pub(super) const MSIX_PENDING: u64 = 0xc000;
-    /// Bytes of each structure's part of the BAR.
+    /// Length in bytes of each structure's part of the BAR.
     pub(super) const PART: u32 = 0x1000;
     /// Offsets in the configuration access capability.
     pub(super) const WINDOW_OFFSET: u16 = 8;
@@ -53,14 +53,14 @@ mod spec {
     pub(super) const WINDOW_DATA: u16 = 16;
 }
 
-/// No BAR is decoded.
+/// The address of a BAR that is not decoded.
 const NOWHERE: u64 = u64::MAX;
 
 #[derive(Debug)]
 struct State {
     config: ConfigSpace,
     common: Registers,
-    /// Offsets of the two capabilities that act.
+    /// Offsets of the two capabilities with effects.
     msix_cap: u16,
     window_cap: u16,
 }
@@ -71,14 +71,14 @@ pub(crate) struct VirtioPci {
     name: &'static str,
     core: Arc<Core>,
     device_config: Vec<u8>,
-    /// Where the BAR is decoded, and where the doorbells are.
+    /// Address at which the BAR is decoded, and the doorbells there.
     base: AtomicU64,
     doorbells: Mutex<Vec<Doorbell>>,
     state: Mutex<State>,
 }
 
 impl VirtioPci {
-    /// A device for `slot`, its BAR assigned as firmware would, its worker started.
+    /// Makes a device for `slot`, with its BAR assigned as firmware would, and starts its worker.
     pub(crate) fn new(
         vm: Arc<VmFd>,
         memory: GuestMemory,
@@ -88,7 +88,7 @@ impl VirtioPci {
     ) -> Result<Self, BootError> {
         let profile = backend.profile();
         let queues = profile.queue_sizes.len();
-        // One vector for configuration changes, one for each queue.
+        // There is one vector for configuration changes, and one for each queue.
         let vectors = u16::try_from(queues).unwrap_or(0).saturating_add(1);
         let msix = Msix::new(Arc::clone(routes), vectors)?;
         let interrupts = Interrupts::new(msix, routes.line(slot), queues);
@@ -127,7 +127,7 @@ impl VirtioPci {
         Ok(device)
     }
 
-    /// Moves the doorbells to where the BAR is now.
+    /// Moves the doorbells to the BAR's current address.
     fn place(&self, state: &State) -> Result<(), BootError> {
         let base = state.config.bar0().map_or(NOWHERE, u64::from);
         let earlier = self.base.swap(base, Ordering::AcqRel);
@@ -147,7 +147,7 @@ impl VirtioPci {
                 len: 0,
                 datamatch: None,
             };
-            // One that is refused is not there; notifications then come as exits.
+            // A doorbell that is refused does not exist; its notifications come as exits.
             let doorbell = self.vm.subscribe(place, self.core.bells.ringer(queue));
             doorbells.push(doorbell.map_err(BootError::kvm("a doorbell"))?);
         }
@@ -155,7 +155,7 @@ impl VirtioPci {
     }
 
     fn reset(&self, state: &mut State) {
-        // Waits until the worker has let go of the queues.
+        // The lock is free once the worker has let go of the queues.
         *lock(&self.core.active) = None;
         self.core.is_broken.store(false, Ordering::Release);
         self.core.interrupts.reset();
@@ -205,7 +205,7 @@ impl VirtioPci {
                 Request::Reset => self.reset(state),
                 Request::Activate => self.activate(state),
             },
-            // Only if the doorbell is not there.
+            // A write comes here only if the doorbell does not exist.
             spec::NOTIFY..spec::MSIX_TABLE => {
                 let queue = (at - spec::NOTIFY) / u64::from(spec::NOTIFY_STRIDE);
                 self.core.kick(usize::try_from(queue).unwrap_or(usize::MAX));
@@ -213,27 +213,27 @@ impl VirtioPci {
             spec::MSIX_TABLE..spec::MSIX_PENDING => {
                 lock(&interrupts.msix).write_table(offset(at, spec::MSIX_TABLE), data);
             }
-            // The device configuration is read-only, and so are the ISR and the pending bits.
+            // The device configuration, the ISR and the pending bits are read-only.
             _ => {}
         }
     }
 
-    /// The access that the configuration access capability describes (4.1.4.9), if `at` is its
-    /// data register: offset in the BAR and length.
+    /// Returns offset in the BAR and length of the access that the configuration access capability describes (4.1.4.9),
+    /// if `at` is its data register.
     fn window_access(state: &State, at: u16) -> Option<(u64, usize)> {
         if at != state.window_cap + spec::WINDOW_DATA {
             return None;
         }
         let len = state.config.u32_at(state.window_cap + spec::WINDOW_LEN);
         let offset = state.config.u32_at(state.window_cap + spec::WINDOW_OFFSET);
-        // BAR 0 is the only one, and its number the only value that the field can have.
+        // BAR 0 is the only BAR, and its number the only value that the field can have.
         matches!(len, 1 | 2 | 4)
             .then(|| Some((u64::from(offset), usize::try_from(len).ok()?)))
             .flatten()
             .filter(|(offset, _)| *offset < u64::from(spec::BAR_LEN))
     }
 
-    /// After a write to the header or to the MSI-X capability.
+    /// Follows a write to the header or to the MSI-X capability.
     fn follow_config(&self, state: &State) {
         let interrupts = &self.core.interrupts;
         let control = state.config.u16_at(state.msix_cap + 2) & CONTROL_WRITABLE;
@@ -244,8 +244,8 @@ impl VirtioPci {
         };
         let is_off = state.config.command() & header::COMMAND_INTX_OFF != 0;
         interrupts.set_intx_off(is_off || is_msix);
-        // A BAR that the guest puts onto another's doorbells has none of its own; the guest's
-        // notifications are then exits.
+        // If the guest moves the BAR onto another device's doorbells, this device gets none, and its notifications are
+        // exits.
         let _ = self.place(state);
     }
 }
@@ -327,7 +327,7 @@ impl Drop for VirtioPci {
     }
 }
 
-/// MSI-X and virtio's five; returns the offsets of the first and of the last.
+/// Adds MSI-X and virtio's five capabilities. Returns the offsets of the first and of the last.
 fn add_capabilities(config: &mut ConfigSpace, vectors: u16, config_len: usize) -> (u16, u16) {
     let low32 = |value: u64| u32::try_from(value).unwrap_or(0);
     let mut msix = vectors.saturating_sub(1).to_le_bytes().to_vec();
@@ -338,7 +338,7 @@ fn add_capabilities(config: &mut ConfigSpace, vectors: u16, config_len: usize) -
 
     let mut add = |kind: u8, at: u64, len: u32, more: &[u8]| {
         let cap_len = u8::try_from(16 + more.len()).unwrap_or(0);
-        // Length, type, BAR 0, id, padding.
+        // The body has length, type, BAR 0, id, padding.
         let mut body = vec![cap_len, kind, 0, 0, 0, 0];
         body.extend(low32(at).to_le_bytes());
         body.extend(len.to_le_bytes());
@@ -365,7 +365,7 @@ fn offset(at: u64, start: u64) -> usize {
         .unwrap_or(usize::MAX)
 }
 
-/// What of `from` is at `at`; the rest of `data` stays.
+/// Copies the bytes of `from` from `at` on. The rest of `data` stays as it is.
 fn copy(from: &[u8], at: u64, data: &mut [u8]) {
     let at = usize::try_from(at).unwrap_or(usize::MAX);
     for (to, from) in data.iter_mut().zip(from.iter().skip(at)) {

@@ -18,24 +18,24 @@ use crate::memory::GuestMemory;
 /// Queues that the driver has handed over.
 #[derive(Debug)]
 pub(super) struct Active {
-    /// `None`: not enabled.
+    /// The queues; `None` for one that is not enabled.
     pub(super) queues: Vec<Option<Queue>>,
 }
 
-/// Shared by the transport and the worker. The worker holds `active` while it works, so that a
-/// reset, which takes it, returns only when the device has stopped touching guest memory.
+/// What the transport and the worker share. The worker locks `active` while it works. A reset locks it too, so it
+/// returns only when the device has stopped touching guest memory.
 pub(super) struct Core {
     pub(super) memory: GuestMemory,
     pub(super) interrupts: Interrupts,
     pub(super) active: Mutex<Option<Active>>,
-    /// The queues while the machine stands still.
+    /// The queues, while the machine stands still.
     pub(super) parked: Mutex<Option<Active>>,
-    /// What the device does.
+    /// The device's work.
     pub(super) backend: Mutex<Box<dyn Backend>>,
-    /// One for each queue, and [`STOP`].
+    /// The doorbells: one for each queue, and [`STOP`].
     pub(super) bells: Arc<DoorbellQueue>,
     pub(super) queues: usize,
-    /// The driver broke the rules since the last reset.
+    /// True if the driver has broken the rules since the last reset.
     pub(super) is_broken: AtomicBool,
 }
 
@@ -69,16 +69,16 @@ impl Core {
         }
     }
 
-    /// The device stands still: returns when its worker has let go of guest memory.
+    /// Makes the device stand still. Returns when its worker no longer touches guest memory.
     pub(super) fn pause(&self) {
         let queues = lock(&self.active).take();
-        // It may stand still already.
+        // The device may stand still already.
         if queues.is_some() {
             *lock(&self.parked) = queues;
         }
     }
 
-    /// It goes on. What the driver has added meanwhile is looked for.
+    /// Makes the device go on. The worker looks for what the driver has added meanwhile.
     pub(super) fn resume(&self) {
         if let Some(queues) = lock(&self.parked).take() {
             *lock(&self.active) = Some(queues);
@@ -86,7 +86,7 @@ impl Core {
         }
     }
 
-    /// The queues' positions and the device's own state, while it stands still.
+    /// Saves the queues' positions and the backend's state, while the device stands still.
     pub(super) fn save(&self, w: &mut Writer) {
         w.flag(self.is_broken.load(Ordering::Acquire));
         let parked = lock(&self.parked);
@@ -102,7 +102,7 @@ impl Core {
         w.bytes(&own.into_bytes());
     }
 
-    /// What was saved, for queues as the driver had set them up; it stands still until [`Self::resume`].
+    /// Loads a saved state, for queues as the driver had set them up. The device stands still until [`Self::resume`].
     pub(super) fn load(
         &self,
         queues: Option<Vec<Option<Queue>>>,
@@ -134,14 +134,14 @@ impl Core {
         self.bells.ring(STOP);
     }
 
-    /// The device stops until it is reset, and says so.
+    /// Stops the device until it is reset, and tells the driver.
     pub(super) fn break_down(&self) {
         if !self.is_broken.swap(true, Ordering::AcqRel) {
             self.interrupts.signal_config();
         }
     }
 
-    /// Serves one queue if the driver has handed it over.
+    /// Serves one queue, if the driver has handed it over.
     fn serve(&self, index: usize) {
         let mut active = lock(&self.active);
         let Some(Active { queues }) = active.as_mut() else {

@@ -10,7 +10,7 @@ use crate::linux::{linux, run_without_input};
 
 const LEN: usize = 48 << 20;
 
-/// A folder with an image on a raw disk of text.
+/// A folder with an image whose backing file is a raw disk of text.
 struct Images(PathBuf);
 
 impl Images {
@@ -44,7 +44,7 @@ impl Images {
         format!("{},backing={}", self.path("image"), self.path("base"))
     }
 
-    /// As `qemu-img` reads it.
+    /// Returns the image's content, as `qemu-img` reads it.
     fn content(&self) -> Vec<u8> {
         let (status, text) = self.qemu_img(&["convert", "-O", "raw", "image", "raw"]);
         assert_eq!(status, Some(0), "{text}");
@@ -76,7 +76,7 @@ fn a_guest_reads_and_writes_an_image() {
     want[7 * 512..16 * 512].fill(0);
     want[30_000_000..30_000_004].copy_from_slice(b"here");
     let before = fs::read(images.path("image")).unwrap();
-    // Another's image names nothing on this machine.
+    // Without `format=qcow2` the image may be another's: the backing file that it names is not opened.
     let refused = run_without_input(&mut linux(&["--disk", &images.path("image")], &["true"]));
     assert_eq!(refused.status, Some(2));
     assert!(refused.stderr.contains("rests on 'base'"), "{refused:?}");
@@ -95,7 +95,7 @@ fn a_guest_reads_and_writes_an_image() {
     assert!(images.content() == want);
     assert!(fs::read(images.path("base")).unwrap() == base());
 
-    // A file system on it, as the guest's root.
+    // A file system on an image, as the guest's root.
     let (status, text) = images.qemu_img(&["create", "-q", "-f", "qcow2", "root", "64M"]);
     assert_eq!(status, Some(0), "{text}");
     let script = "mke2fs -q /dev/vda && mkdir /m && mount -t ext2 /dev/vda /m && mkdir /m/bin \
@@ -142,7 +142,7 @@ fn an_image_outlives_the_process() {
     }
     child.kill().unwrap();
     child.wait().unwrap();
-    // Clusters that nothing uses any more are what may be left.
+    // The only fault that may be left is clusters that nothing uses any more.
     let (status, text) = images.qemu_img(&["check", "image"]);
     assert!(matches!(status, Some(0 | 3)), "{status:?} {text}");
     let content = images.content();
@@ -150,7 +150,7 @@ fn an_image_outlives_the_process() {
         let mark = &content[n * 7 * 4096..][..10];
         assert_eq!(String::from_utf8_lossy(mark), format!("mark {n:5}"));
     }
-    // And it can be used again as it is.
+    // The image can be used again as it is.
     let outcome = run_without_input(&mut linux(
         &["--disk", &images.option()],
         &["head", "-c", "10", "/dev/vda"],

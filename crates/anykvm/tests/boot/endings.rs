@@ -99,7 +99,7 @@ fn the_guest_ends_itself() {
     }
 }
 
-/// Starts it and waits until the guest has said that it runs.
+/// Starts `command` and waits until the guest has said that it runs.
 fn started(command: &mut Command) -> Child {
     let mut child = command.spawn().unwrap();
     let mut ready = [0; 3];
@@ -165,13 +165,13 @@ fn a_reader_that_stops_reading_does_not_keep_us() {
         a.jmp(again).unwrap();
     });
     let mut child = started(&mut boot(&kernel));
-    // Long enough for the pipe and our buffer to fill.
+    // Long enough for the pipe and `anykvm`'s buffer to fill.
     std::thread::sleep(Duration::from_secs(1));
     signal(&child, Signal::TERM);
     assert_eq!(wait(&mut child), Some(143));
 }
 
-/// On a terminal, which is raw when this returns.
+/// Starts `kernel` on a terminal, which is raw when this returns.
 fn started_on_terminal(kernel: &File) -> Terminal {
     let mut terminal = Terminal::start(&boot(kernel), [true; 3]);
     terminal.read_until("up");
@@ -191,7 +191,7 @@ fn the_escape_key_ends_the_guest_and_restores_the_terminal() {
     let kernel = busy_kernel();
     for keys in [b"\x01x".as_slice(), b"abc\x01\x01\x01X"] {
         let mut terminal = started_on_terminal(&kernel);
-        // Keys that a cooked terminal would take for itself.
+        // Keys that a terminal in its usual mode would take for itself.
         terminal.type_keys(b"\x03\x1a\x1c");
         terminal.type_keys(keys);
         assert_eq!(wait(&mut terminal.child), Some(0));
@@ -210,7 +210,7 @@ fn signals_and_crashes_restore_the_terminal() {
     }
     let crashing = kernel(|a| {
         say_ready(a);
-        // Time for the test to look at the terminal.
+        // The guest spins, so that the test has time to look at the terminal.
         a.mov(rax, 30_000_000u64).unwrap();
         let mut again = a.create_label();
         a.set_label(&mut again).unwrap();
@@ -223,7 +223,7 @@ fn signals_and_crashes_restore_the_terminal() {
     });
     let mut terminal = started_on_terminal(&crashing);
     let text = terminal.read_until("triple fault on vCPU 0\r\n");
-    // Printed on a terminal that is cooked again: the line ends where a line ends.
+    // The message is printed when the terminal has its usual mode again, so it begins at a line's start.
     assert!(text.contains("anykvm: the guest crashed"), "{text}");
     assert_eq!(wait(&mut terminal.child), Some(125));
     assert!(terminal.is_cooked());

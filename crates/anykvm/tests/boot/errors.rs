@@ -16,7 +16,7 @@ fn boot(args: &[&str]) -> (Option<i32>, String) {
     (output.status.code(), stderr)
 }
 
-/// Each row: arguments, and what the only line must contain.
+/// Checks each row: arguments, and what the only line must contain.
 fn assert_refused(rows: &[(&[&str], &str)]) {
     for (args, want) in rows {
         let (status, stderr) = boot(args);
@@ -27,7 +27,7 @@ fn assert_refused(rows: &[(&[&str], &str)]) {
     }
 }
 
-/// A bzImage as far as its header goes, with a compressed kernel of nothing behind it.
+/// Returns a bzImage as far as its header goes, with an empty compressed kernel behind it.
 fn bzimage() -> Vec<u8> {
     let mut image = vec![0u8; 4096];
     image[0x1f1] = 1;
@@ -174,7 +174,7 @@ fn disks() {
         (&["--root", "/"], "--root /: "),
         (&["--root", empty], "empty"),
     ]);
-    // Bridge, random numbers and thirty disks fill the bus.
+    // The bridge, the random numbers and thirty disks fill the bus.
     let read_only = format!("{disk},ro");
     let mut args = vec!["--kernel", kernel, "--no-initrd"];
     for _ in 0..31 {
@@ -183,7 +183,7 @@ fn disks() {
     assert_refused(&[(&args, "room for 31 PCI devices")]);
 }
 
-/// Taken for raw disks, they would be destroyed by the first write.
+/// Images of other formats are refused: taken for raw disks, the first write would destroy them.
 #[test]
 fn images_of_other_formats() {
     let kernel = kernel(|a| a.ud2().unwrap());
@@ -214,7 +214,7 @@ fn images_of_other_formats() {
         }
         assert_refused(&[(&["--root", path], want)]);
         assert_eq!(std::fs::read(path).unwrap(), bytes);
-        // As it is, the kernel then ends at once.
+        // With `format=raw` the file is used as it is, and the kernel ends at once.
         let raw = format!("{path},format=raw");
         let (status, stderr) = boot(&["--kernel", kernel.path(), "--no-initrd", "--disk", &raw]);
         assert_eq!(status, Some(125), "{stderr}");
@@ -225,7 +225,7 @@ fn images_of_other_formats() {
         format!("{},format=vmdk", disk.path()),
     );
     assert_refused(&[(&["--disk", &unknown], "not ,rdonly")]);
-    // One that is no more than a beginning, whatever it is taken for.
+    // An image that ends after its header's first words, whatever format it is taken for.
     let mut bytes = vec![0; 4096];
     bytes[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
     let image = File::new("image", &bytes);

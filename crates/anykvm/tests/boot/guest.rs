@@ -9,10 +9,10 @@ use iced_x86::code_asm::CodeAssembler;
 
 /// Where the kernels are loaded and entered, in 64-bit mode with the first 4 GiB mapped.
 const BASE: u64 = 0x20_0000;
-/// What no end of a guest may take.
+/// The time in which every guest must have ended.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A file that goes when this does.
+/// A file that is removed when this is dropped.
 pub(crate) struct File(PathBuf);
 
 impl File {
@@ -36,7 +36,7 @@ impl Drop for File {
     }
 }
 
-/// An ELF executable of the instructions that `write` assembles.
+/// Makes an ELF executable of the instructions that `write` assembles.
 pub(crate) fn kernel(write: impl FnOnce(&mut CodeAssembler)) -> File {
     let mut assembler = CodeAssembler::new(64).unwrap();
     write(&mut assembler);
@@ -44,7 +44,7 @@ pub(crate) fn kernel(write: impl FnOnce(&mut CodeAssembler)) -> File {
     File::new("kernel", &elf(62, &code))
 }
 
-/// A static executable for `machine` with one segment.
+/// Returns a static executable for `machine` with one segment.
 pub(crate) fn elf(machine: u16, code: &[u8]) -> Vec<u8> {
     let mut elf = b"\x7fELF\x02\x01\x01".to_vec();
     elf.resize(16, 0);
@@ -68,7 +68,7 @@ pub(crate) fn elf(machine: u16, code: &[u8]) -> Vec<u8> {
     elf
 }
 
-/// `anykvm boot` with this kernel and nothing else.
+/// Returns `anykvm boot` with this kernel and nothing else.
 pub(crate) fn boot(kernel: &File) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_anykvm"));
     command
@@ -80,7 +80,7 @@ pub(crate) fn boot(kernel: &File) -> Command {
     command
 }
 
-/// The exit status, or a panic and no process left when it does not end.
+/// Waits for the process and returns its exit status; kills it and panics when it does not end.
 pub(crate) fn wait(child: &mut Child) -> Option<i32> {
     let deadline = Instant::now() + LIMIT;
     loop {

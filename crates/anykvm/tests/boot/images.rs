@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::guest::{File, kernel};
 use crate::linux::{linux, run, run_without_input};
 
-/// A folder that goes when this does.
+/// A folder that is removed when this is dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -39,7 +39,7 @@ impl Drop for Folder {
     }
 }
 
-/// A root whose shell is a static busybox under another name, and whose `ls` and `tar` are its own.
+/// Makes a root whose shell is a static busybox under another name, and whose `ls` and `tar` are its own.
 fn root(name: &str) -> Folder {
     let folder = Folder::new(name);
     let busybox = ["/bin/busybox", "/usr/bin/busybox"].map(Path::new);
@@ -113,7 +113,7 @@ fn an_overlays_programs_come_first_and_bring_what_they_need() {
 #[test]
 fn a_kernel_without_its_modules_says_where_they_were_looked_for() {
     let folder = Folder::new("modules");
-    // The kernel that was found, under a name that says nothing.
+    // The kernel that `anykvm` found, under a name that does not tell its version.
     let outcome = run_without_input(&mut linux(&[], &["uname", "-r"]));
     let release = outcome.text().trim().to_owned();
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
@@ -126,7 +126,7 @@ fn a_kernel_without_its_modules_says_where_they_were_looked_for() {
     fs::copy(image, &copy).unwrap();
     let root = root("no-modules");
     if Path::new("/lib/modules").join(&release).exists() {
-        // Then they are found there, which is right.
+        // The modules are found there, as they should be.
         return;
     }
     let options = ["--kernel", copy.to_str().unwrap(), "--root", root.path()];
@@ -192,7 +192,7 @@ fn find_child(parent: u32, name: &str) -> u32 {
     }
 }
 
-/// One that has ended may still wait for somebody to ask for its status.
+/// Returns true if `pid` runs. A process that has ended may still wait for somebody to ask for its status.
 fn is_alive(pid: u32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|stat| !stat.rsplit_once(')').unwrap().1.starts_with(" Z"))

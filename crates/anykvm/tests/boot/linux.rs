@@ -6,7 +6,7 @@ use std::thread;
 
 use crate::guest::wait;
 
-/// What came out.
+/// What a run of `anykvm` left: its status and its output.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) status: Option<i32>,
@@ -20,7 +20,7 @@ impl Outcome {
     }
 }
 
-/// Not started.
+/// Returns `anykvm boot` with a Linux guest that runs `command`, not yet started.
 pub(crate) fn linux(options: &[&str], command: &[&str]) -> Command {
     let mut anykvm = Command::new(env!("CARGO_BIN_EXE_anykvm"));
     anykvm.args(["boot", "--mem", "256M"]).args(options);
@@ -30,7 +30,7 @@ pub(crate) fn linux(options: &[&str], command: &[&str]) -> Command {
     anykvm
 }
 
-/// Runs with this standard input and pipes for the others.
+/// Runs `command` with `input` as its standard input and pipes for its output.
 pub(crate) fn run(command: &mut Command, input: &[u8]) -> Outcome {
     let mut child = command
         .stdin(Stdio::piped())
@@ -42,7 +42,7 @@ pub(crate) fn run(command: &mut Command, input: &[u8]) -> Outcome {
     finish(child)
 }
 
-/// With an empty standard input.
+/// Runs `command` with an empty standard input.
 pub(crate) fn run_without_input(command: &mut Command) -> Outcome {
     let child = command
         .stdin(Stdio::null())

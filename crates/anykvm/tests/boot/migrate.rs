@@ -1,7 +1,7 @@
 //! Guests that are paused, saved and moved: `--control`, `--incoming`, `anykvm migrate`.
 //!
-//! The guest counts, and each time copies a file in memory, checks the copy, and writes the number to its disk. What it has said
-//! in all processes together has each number once.
+//! The guest counts. At each number it copies a file in memory, checks the copy, and writes the number to its disk. The
+//! output of all processes together has each number once.
 
 use std::fs;
 use std::io::Read;
@@ -107,7 +107,7 @@ impl Process {
         said.lines().filter_map(number).collect()
     }
 
-    /// Until the guest has said that.
+    /// Waits until the guest has said `tick`.
     fn wait_for_tick(&mut self, tick: u32) {
         let begin = Instant::now();
         while self.ticks().last().is_none_or(|last| *last < tick) {
@@ -122,7 +122,7 @@ impl Process {
         }
     }
 
-    /// `anykvm migrate` of the guest.
+    /// Runs `anykvm migrate` for this guest.
     fn migrate(&self, options: &[&str]) -> Output {
         self.migrate_command(options).output().unwrap()
     }
@@ -134,7 +134,7 @@ impl Process {
         command
     }
 
-    /// It has to work.
+    /// Runs `anykvm migrate`, which has to work, and returns what it printed.
     fn do_migrate(&self, options: &[&str]) -> String {
         let output = self.migrate(options);
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -146,7 +146,7 @@ impl Process {
         text(&output.stdout)
     }
 
-    /// It cannot; and the guest goes on.
+    /// Runs `anykvm migrate`, which must fail with `want`, while the guest goes on.
     fn assert_stays(&mut self, options: &[&str], want: &str) {
         let output = self.migrate(options);
         self.assert_stayed(&output, want);
@@ -162,7 +162,7 @@ impl Process {
         self.wait_for_tick(last + 3);
     }
 
-    /// The status it ends with.
+    /// Waits for the process to end and returns its status.
     fn end(&mut self) -> Option<i32> {
         wait(&mut self.child)
     }
@@ -175,7 +175,7 @@ impl Drop for Process {
     }
 }
 
-/// What all of them have said together, and what is on the disk.
+/// Checks what all processes have said together, and what is on the disk.
 fn judge(folder: &Folder, processes: &[&Process], ticks: u32) {
     let said: Vec<String> = processes.iter().map(|p| p.read("out")).collect();
     assert!(!said.concat().contains("LOST"), "{said:?}");
@@ -196,7 +196,8 @@ fn place(kind: &str, path: &str) -> String {
     format!("{kind}:{path}")
 }
 
-/// Into a file and out of it, and twice to a process that waits; its disk, its memory and its command's status go with it.
+/// Tests moves into a file and out of it, and twice to a process that waits. The guest's disk, its memory and its
+/// command's status go with it.
 #[test]
 fn a_guest_goes_on_elsewhere() {
     const TICKS: u32 = 150;
@@ -277,7 +278,7 @@ fn a_guest_takes_its_image_along() {
     judge(&folder, &all.iter().collect::<Vec<_>>(), TICKS);
 }
 
-/// Each is one line, and nothing runs.
+/// Checks that each spoilt file is refused with one line, and that nothing runs.
 fn spoilt_files_are_refused(folder: &Folder, saved: &str) {
     let whole = fs::read(saved).unwrap();
     let mut flipped = whole.clone();
@@ -334,7 +335,7 @@ fn a_guest_that_cannot_go_stays() {
     let nowhere = place("file", &folder.path("nowhere/saved"));
     guest.assert_stays(&["--to", &nowhere], "No such file");
 
-    // A target without the guest's disk says so, on both sides.
+    // A target without the guest's disk: both sides say so.
     let incoming = ["boot", "--incoming", &way];
     let mut target = Command::new(env!("CARGO_BIN_EXE_anykvm"));
     let target = target
@@ -348,7 +349,7 @@ fn a_guest_that_cannot_go_stays() {
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("1 disks"));
 
-    // One that dies on the way.
+    // A target that dies while the guest comes to it.
     let listener = UnixListener::bind(folder.path("dies")).unwrap();
     let dies = thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
@@ -360,7 +361,7 @@ fn a_guest_that_cannot_go_stays() {
     );
     dies.join().unwrap();
 
-    // One that hangs: cancelled, and left by who asked for it.
+    // A target that hangs: the first migration is cancelled, and of the second the client is killed.
     let listener = UnixListener::bind(folder.path("hangs")).unwrap();
     let hangs = place("unix", &folder.path("hangs"));
     let mut client = guest.migrate_command(&["--to", &hangs]);
@@ -389,11 +390,11 @@ fn a_guest_that_cannot_go_stays() {
     judge(&folder, &[&guest], TICKS);
 }
 
-/// A guest that is paused says nothing, also after a migration that it did not go with.
+/// Checks that a paused guest says nothing, also after a migration that failed.
 fn stands_still(guest: &mut Process) {
     guest.do_migrate(&["--pause"]);
     guest.do_migrate(&["--pause"]);
-    // What it said before is on its way.
+    // What the guest said before may still be on its way.
     thread::sleep(Duration::from_millis(100));
     let ticks = guest.ticks();
     let nowhere = place("unix", &guest.folder.join("nobody").display().to_string());
@@ -406,7 +407,7 @@ fn stands_still(guest: &mut Process) {
     guest.wait_for_tick(last + 3);
 }
 
-/// Somebody listens there; to try would be the connection that is waited for.
+/// Returns true if a process listens on `port`. A trial connection would be taken for the guest that is awaited.
 fn is_listening(port: u16) -> bool {
     let line = format!(":{port:04X} 00000000:0000 0A");
     fs::read_to_string("/proc/net/tcp").unwrap().contains(&line)

@@ -10,7 +10,7 @@ use crate::guest::wait;
 use crate::linux::{linux, run, run_without_input};
 use crate::terminal::Terminal;
 
-/// Both, and none said.
+/// Options for the console: none, with which the guest has both consoles, and each of the two.
 const CONSOLES: [&[&str]; 3] = [&[], &["--console", "ttyS0"], &["--console", "hvc0"]];
 
 #[test]
@@ -35,7 +35,7 @@ fn a_shell_on_a_pipe_executes_what_comes() {
 fn three_streams_pass_bytes_unchanged() {
     let script = "cat; echo 'to the side' >&2; exit 7";
     for console in CONSOLES {
-        // A serial port is slow.
+        // A serial port is slow, so it gets less.
         let len = if console.is_empty() { 3 << 20 } else { 50_000 };
         let bytes: Vec<u8> = (0..len)
             .map(|n: u32| (n.wrapping_mul(n) >> 7) as u8)
@@ -83,7 +83,7 @@ fn a_shell_on_a_terminal() {
     for console in CONSOLES {
         let mut terminal = Terminal::start(&linux(console, &[]), [true; 3]);
         terminal.read_until("# ");
-        // Ctrl-C is the shell's, and Ctrl-D ends it.
+        // Ctrl-C goes to the shell, and Ctrl-D ends it.
         terminal.type_keys(b"sleep 1000\r");
         terminal.read_until("sleep 1000");
         std::thread::sleep(Duration::from_millis(500));
@@ -113,7 +113,7 @@ fn a_shell_whose_output_is_copied() {
     assert!(terminal.is_cooked());
 }
 
-/// `anykvm boot -- COMMAND | less`, and `| cat`.
+/// Tests `anykvm boot -- COMMAND | less`, and `| cat`.
 #[test]
 fn a_pipe_behind_a_command_leaves_the_terminal_alone() {
     let endless = ["sh", "-c", "echo up; while :; do sleep 1; done"];
@@ -203,13 +203,13 @@ fn closed_and_full_streams() {
     assert_eq!(status(&noise, null(), full()), Some(3));
     let crash = ["sh", "-c", "echo c >/proc/sysrq-trigger"];
     assert_eq!(status(&crash, null(), full()), Some(125));
-    // A reader of standard error that has gone.
+    // A closed pipe as standard error.
     let mut child = linux(&[], &crash);
     child.stdin(Stdio::null()).stderr(Stdio::piped());
     let mut child = child.spawn().unwrap();
     drop(child.stderr.take());
     assert_eq!(wait(&mut child), Some(125));
-    // None of them is open.
+    // None of the three streams is open.
     let anykvm = env!("CARGO_BIN_EXE_anykvm");
     let script = format!("exec {anykvm} boot -- sh -c 'echo a; exit 3' <&- >&- 2>&-");
     let mut child = Command::new("sh").args(["-c", &script]).spawn().unwrap();
@@ -235,7 +235,7 @@ fn kernels_that_panic_or_halt() {
         let outcome = run(&mut linux(&[], &[]), format!("{command}\n").as_bytes());
         assert_eq!(outcome.status, Some(0), "{command}: {outcome:?}");
     }
-    // What looks like a kernel's last words is not taken for them.
+    // A command's text that looks like a kernel's last words is not taken for them.
     let liar = "echo '[ 1.0] reboot: System halted' >/dev/ttyS1; sleep 1; exit 3";
     let outcome = run(&mut linux(&[], &["sh", "-c", liar]), b"");
     assert_eq!(outcome.status, Some(3), "{outcome:?}");

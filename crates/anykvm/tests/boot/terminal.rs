@@ -15,7 +15,7 @@ use crate::guest::LIMIT;
 /// A terminal with a process as the leader of its session.
 pub(crate) struct Terminal {
     master: Option<File>,
-    /// Kept, so that the modes can be looked at.
+    /// Kept, so that the terminal's modes can be read.
     slave: File,
     /// What was shown on it, or came through the pipe that stands for standard output.
     shown: Receiver<Vec<u8>>,
@@ -25,7 +25,8 @@ pub(crate) struct Terminal {
 }
 
 impl Terminal {
-    /// Which of standard input, output and error are the terminal; others are empty, or pipes.
+    /// Starts `command` on a new terminal. `is_terminal` says which of standard input, output and error are that
+    /// terminal; the others are empty, or pipes.
     pub(crate) fn start(command: &Command, is_terminal: [bool; 3]) -> Self {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
         let master = openpt(flags).unwrap();
@@ -74,7 +75,7 @@ impl Terminal {
         }
     }
 
-    /// What is shown until this is among it.
+    /// Returns what is shown, up to the bytes that complete `what`.
     pub(crate) fn read_until(&mut self, what: &str) -> String {
         let deadline = Instant::now() + LIMIT;
         let mut text = String::new();
@@ -102,29 +103,29 @@ impl Terminal {
         tcsetwinsize(self.master.as_ref().unwrap(), size).unwrap();
     }
 
-    /// Lines, echo and keys that are signals: as it was before anybody used it.
+    /// Returns true if the terminal has lines, echo and keys that are signals, as it had before anybody used it.
     pub(crate) fn is_cooked(&self) -> bool {
         let modes = tcgetattr(&self.slave).unwrap().local_modes;
         modes.contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG)
     }
 
-    /// As a pager does: keys one by one, without echo.
+    /// Takes keys one by one and without echo, as a pager does.
     pub(crate) fn take_keys(&self) {
         let mut modes = tcgetattr(&self.slave).unwrap();
         modes.local_modes -= LocalModes::ICANON | LocalModes::ECHO;
         tcsetattr(&self.slave, OptionalActions::Now, &modes).unwrap();
     }
 
-    /// A key that the pager reads.
+    /// Reads a key as the pager does.
     pub(crate) fn read_key(&self) -> u8 {
         let mut key = [0];
         (&self.slave).read_exact(&mut key).unwrap();
         key[0]
     }
 
-    /// The window is closed.
+    /// Closes the terminal's window.
     pub(crate) fn hang_up(&mut self) {
-        // The reading thread has another descriptor of it, which TIOCVHANGUP would not need.
+        // The reading thread has another descriptor of the master, so dropping this one sends no signal.
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
         drop(self.master.take());

@@ -5,7 +5,7 @@ use std::{
     process::{Command, Output},
 };
 
-/// Builds the VMM with these options of the compiler.
+/// Builds `vmm.c` with `options` for the compiler.
 fn build(name: &str, options: &[&str]) -> PathBuf {
     compile("vmm.c", name, options)
 }
@@ -38,7 +38,7 @@ fn command(arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a mode dynamically linked, and statically.
+/// Runs `mode` of the VMM, linked dynamically and statically.
 fn passes(name: &str, mode: &[&str]) {
     run(&build(name, &[]), mode);
     run(&build(&format!("{name}-static"), &["-static"]), mode);
@@ -125,7 +125,7 @@ fn a_trace_has_a_line_for_each_call() {
         ),
         "{exit}"
     );
-    // By a system call of the program's own, of a child, and on a descriptor that is closed.
+    // KVM_RUN by a system call of the program's own, by one of a child, and on a descriptor that is closed.
     assert!(text.matches("\"KVM_RUN\"").count() >= 4, "{text}");
     assert!(find("\"errno\":\"EIO\"").contains("\"result\":-1,"));
 }
@@ -134,7 +134,7 @@ fn a_trace_has_a_line_for_each_call() {
 fn a_trace_of_a_real_device_leaves_the_program_alone() {
     let program = build("vmm-real", &[]);
     let trace = Path::new(env!("CARGO_TARGET_TMPDIR")).join("real.jsonl");
-    // Where there is no /dev/kvm at all: on this machine, or in a namespace of its own.
+    // A place without /dev/kvm: this machine, or a namespace in which /dev is empty.
     let mut command = if Path::new("/dev/kvm").exists() {
         let script = "mount -t tmpfs none /dev && exec \"$@\"";
         let mut command = Command::new("unshare");
@@ -154,7 +154,7 @@ fn a_trace_of_a_real_device_leaves_the_program_alone() {
         .output()
         .expect("the program can be started");
     let error = String::from_utf8_lossy(&output.stderr);
-    // Its open fails: nothing has put anykvm there.
+    // The program's open fails: `trace --real` does not put anykvm in the place of /dev/kvm.
     assert_eq!(output.status.code(), Some(1), "{error}");
     assert!(error.contains("kvm >= 0 (errno 2)"), "{error}");
     assert!(error.contains("the machine's own /dev/kvm"), "{error}");
@@ -206,7 +206,7 @@ fn a_program_that_asks_the_processor_is_told_of_its_extension() {
         if is_lacking { others.len() } else { 0 },
         "{text}"
     );
-    // Launched, also a dynamically linked one.
+    // A dynamically linked program can be launched, too.
     let launched = Command::new(anykvm)
         .args(["exec", "--launch", "--"])
         .arg(&dynamic)
@@ -391,7 +391,7 @@ fn a_dynamically_linked_program_can_be_launched() {
     assert_eq!(output.status.code(), Some(0), "{error}");
 }
 
-/// A program of this text, which may be executed.
+/// Makes an executable script of `text`.
 fn script(name: &str, text: &str) -> PathBuf {
     use std::os::unix::fs::PermissionsExt;
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -475,7 +475,7 @@ fn a_program_with_capabilities_of_its_own_is_launched() {
         eprintln!("only root can give a file capabilities: not tested");
         return;
     }
-    // Where others may go, as may not be so for the place of the build.
+    // A folder that other users may enter, as they may not always enter the build's.
     let folder = PathBuf::from(format!("/tmp/anykvm-capable-{}", std::process::id()));
     std::fs::create_dir(&folder).unwrap();
     let (vmm, anykvm) = (folder.join("vmm"), folder.join("anykvm"));
@@ -519,7 +519,7 @@ fn an_input_is_not_what_the_last_output_was() {
 
 #[test]
 fn programs_that_look_for_kvm_by_files_find_it() {
-    // Each way of opening: the C library's `fopen`, `open`, and a launched program's system call.
+    // Each way to open a file: the C library's `fopen` and `open`, and a launched program's system call.
     let script = "grep -E -w -c '^flags.*(vmx|svm)' /proc/cpuinfo && test -e /dev/kvm";
     let of_busybox = format!("/usr/bin/busybox {script}");
     for command in [
@@ -544,7 +544,7 @@ fn programs_that_look_for_kvm_by_files_find_it() {
         assert_eq!(output.status.code(), Some(0), "{shell:?}");
     }
     for (tool, arguments) in [("kvm-ok", &[][..]), ("virt-host-validate", &["qemu"])] {
-        // Where Debian's packages of them are (cpu-checker, libvirt-clients).
+        // The places where Debian's packages cpu-checker and libvirt-clients put the tools.
         let is_there = ["/usr/sbin", "/usr/bin"]
             .iter()
             .any(|f| Path::new(f).join(tool).exists());

@@ -10,22 +10,22 @@ use crate::Random;
 pub(super) const RAM: u64 = 2 << 20;
 /// Bytes for each thread's arguments, behind the RAM.
 pub(super) const SLICE: u64 = 256 << 10;
-/// Threads that have such bytes.
+/// Maximum number of threads that have such bytes.
 pub(super) const SLICES: u64 = 4;
 
-/// Memory that the calls may do with as they please, and addresses of memory that there is not.
+/// Memory that the calls may read and write as they please, and addresses without memory.
 ///
 /// Its contents are written through its file, so that no reference to it ever exists.
 #[derive(Debug)]
 pub struct Arena {
     file: File,
     mapping: SharedMapping,
-    /// Inaccessible pages.
+    /// Pages that nobody can access.
     hole: Mapping,
 }
 
 impl Arena {
-    /// Maps it.
+    /// Maps the arena.
     ///
     /// # Errors
     /// Those of `memfd_create` and `mmap`.
@@ -39,17 +39,17 @@ impl Arena {
         })
     }
 
-    /// Address of guest RAM.
+    /// Returns the address of guest RAM.
     pub(super) fn ram(&self) -> u64 {
         self.mapping.as_ptr() as u64
     }
 
-    /// Address of a page that nobody can read or write, in a hole as large as the RAM.
+    /// Returns the address of pages that nobody can read or write, as many as there are of RAM.
     pub(super) fn hole(&self) -> u64 {
         self.hole.as_ptr() as u64
     }
 
-    /// Address of a thread's arguments.
+    /// Returns the address of a thread's arguments.
     pub(super) fn slice(&self, thread: u64) -> u64 {
         self.ram() + RAM + thread % SLICES * SLICE
     }
@@ -58,19 +58,19 @@ impl Arena {
     pub(super) fn write(&self, address: u64, bytes: &[u8]) {
         let offset = address.wrapping_sub(self.ram());
         if offset <= RAM + SLICE * SLICES - bytes.len() as u64 {
-            // A failed write leaves what was there, which is as random.
+            // A failed write leaves what was there, which is just as random.
             let _ = self.file.write_at(bytes, offset);
         }
     }
 
-    /// Bytes at an address of the arena.
+    /// Reads bytes at an address of the arena.
     pub(super) fn read(&self, address: u64, bytes: &mut [u8]) {
-        // As above.
+        // A failed read leaves what was there, which is just as random.
         let _ = self.file.read_at(bytes, address.wrapping_sub(self.ram()));
     }
 
-    /// Guests of a few instructions all over the RAM: loops, ports, memory that is not there, HLT,
-    /// interrupts, writes to themselves and noise.
+    /// Fills the RAM with guests of a few instructions: loops, ports, accesses without memory, HLT, interrupts, writes
+    /// to themselves, and noise.
     pub(super) fn fill(&self, random: &mut Random) {
         const GUESTS: &[&[u8]] = &[
             &[0xeb, 0xfe],
@@ -80,7 +80,7 @@ impl Arena {
             &[0xe4, 0x10, 0xe6, 0x11, 0xeb, 0xfa],
             // rep outsb and rep insb
             &[0xb9, 0x40, 0x00, 0xf3, 0x6e, 0xf3, 0x6c, 0xeb, 0xf7],
-            // mov ax, [0xfff0] by a segment beyond RAM
+            // mov ax, [0xfff0], in a segment beyond RAM
             &[
                 0xb8, 0x00, 0xf0, 0x8e, 0xd8, 0xa1, 0xf0, 0xff, 0xa3, 0xf0, 0xff, 0xeb, 0xf3,
             ],

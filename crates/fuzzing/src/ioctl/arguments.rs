@@ -11,14 +11,14 @@ use kvm_abi::{
 use super::arena::{Arena, RAM, SLICE};
 use crate::Random;
 
-/// Bytes of arguments that are filled before a call.
+/// Number of bytes of arguments that are filled before a call.
 const FILLED: usize = 4096;
 
-/// What a call gets as its third argument.
+/// The third argument of a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Argument {
     pub(super) value: u64,
-    /// An address at which nothing can be read or written.
+    /// True if nothing can be read or written at the address.
     pub(super) is_bad: bool,
 }
 
@@ -27,12 +27,12 @@ pub(super) struct Argument {
 pub(super) struct Arguments<'a> {
     pub(super) arena: &'a Arena,
     pub(super) slice: u64,
-    /// Slots that lead to memory which the process has not got.
+    /// True if slots may lead to memory that the process does not have.
     pub(super) wild_slots: bool,
 }
 
 impl Arguments<'_> {
-    /// A pointer for the call, and what it points to.
+    /// Returns a pointer for the call, and fills in what it points to.
     pub(super) fn pointer(
         &self,
         random: &mut Random,
@@ -61,9 +61,9 @@ impl Arguments<'_> {
             };
         }
         let value = match random.below(8) {
-            // Unaligned, or where guests have their memory.
+            // The pointer is unaligned, or leads to guest RAM.
             0 => self.slice + random.below(64),
-            // A guest may change what is there, so nothing that says where to write.
+            // A guest may change what is there, so it must be nothing that says where to write.
             1 if !sets_memory && target.is_none() => {
                 self.arena.ram() + random.below(RAM - (64 << 10))
             }
@@ -71,7 +71,8 @@ impl Arguments<'_> {
         };
         let mut bytes = vec![0; FILLED];
         if random.one_in(4) {
-            // As the last call left it: what GET gave becomes SET's argument, a little changed.
+            // The argument stays as the last call left it: what a GET has returned becomes a SET's argument, with few
+            // changes.
             self.arena.read(value, &mut bytes);
             for _ in 0..random.below(3) {
                 let at = random.below(512) as usize;
@@ -93,8 +94,8 @@ impl Arguments<'_> {
         }
     }
 
-    /// Results go to this thread's arguments or to no memory at all: what two earlier calls have left
-    /// can add up to an address of the process's own, to which KVM would write as well.
+    /// Makes results go to this thread's arguments, or to no memory at all. Otherwise what two earlier calls have left
+    /// could add up to an address of the process itself, to which KVM would write as well.
     fn aim(&self, random: &mut Random, target: &mut [u8]) {
         let mut bytes = [0; 8];
         bytes.copy_from_slice(target);
@@ -110,7 +111,7 @@ impl Arguments<'_> {
         }
     }
 
-    /// A slot is memory of the arena, or no memory at all: the guest may write what it likes there.
+    /// Makes a slot memory of the arena, or no memory at all: the guest may write anything there.
     fn tame(&self, random: &mut Random, bytes: &mut [u8]) {
         let mut size = [0; 8];
         size.copy_from_slice(&bytes[16..24]);
@@ -128,7 +129,7 @@ impl Arguments<'_> {
         bytes[24..32].copy_from_slice(&from.to_le_bytes());
     }
 
-    /// Fields that could mean something.
+    /// Fills in fields with values that could be meaningful.
     fn fill(&self, random: &mut Random, call: Option<&Call>, fds: &[i32], bytes: &mut [u8]) {
         let sparse = random.one_in(2);
         for word in bytes.chunks_exact_mut(8).take(64) {
@@ -151,7 +152,7 @@ impl Arguments<'_> {
                 let size = random.pick(&[0u64, 0x1000, 0x1_0000, 0x10_0000, RAM / 2]);
                 put(16, &size.to_le_bytes());
             }
-            // Counts of what follows.
+            // These are counts of what follows.
             Some(
                 "KVM_GET_MSRS"
                 | "KVM_SET_MSRS"
@@ -172,7 +173,7 @@ impl Arguments<'_> {
                 }
             }
             Some("KVM_SET_REGS") => {
-                // RIP and RFLAGS of something that executes.
+                // RIP and RFLAGS of code that executes.
                 put(
                     128,
                     &(random.below(RAM / 2) & 0xffc0 | 0x1000).to_le_bytes(),
@@ -180,7 +181,7 @@ impl Arguments<'_> {
                 put(136, &(2 | random.below(2) << 9).to_le_bytes());
             }
             Some("KVM_ENABLE_CAP") => {
-                // The synthetic interrupt controller's are a gate to much.
+                // The capability of the synthetic interrupt controller enables many other calls.
                 let cap = match random.below(4) {
                     0 => random.pick(&[123, 148]),
                     _ => random.below(240) as u32,
@@ -204,7 +205,7 @@ impl Arguments<'_> {
                 put(8, &(self.slice + 512 + random.below(256)).to_le_bytes());
             }
             Some("KVM_CLEAR_DIRTY_LOG") => {
-                // Slot and pages, first page, bitmap.
+                // The slot, the number of pages, the first page, and the bitmap.
                 put(0, &random.below(2).to_le_bytes()[..4]);
                 put(4, &random.pick(&[0u32, 64, 128, 256]).to_le_bytes());
                 put(8, &random.pick(&[0u64, 64, 128, 1]).to_le_bytes());
@@ -276,7 +277,7 @@ impl Arguments<'_> {
         }
     }
 
-    /// The argument of a call that takes a number.
+    /// Returns the argument of a call that takes a number.
     pub(super) fn number(&self, random: &mut Random, kind: FdKind, call: Option<&Call>) -> u64 {
         match call.map(|call| call.name) {
             Some("KVM_CREATE_VCPU") => random.below(5),
@@ -289,7 +290,7 @@ impl Arguments<'_> {
     }
 }
 
-/// Where the argument of a call has the address that its results go to.
+/// Returns where the argument of a call has the address that its results go to.
 fn target_of(number: u32) -> Option<usize> {
     match number {
         KVM_GET_DIRTY_LOG => Some(8),
@@ -298,7 +299,7 @@ fn target_of(number: u32) -> Option<usize> {
     }
 }
 
-/// MSRs that do something.
+/// MSRs with effects.
 const MSRS: &[u32] = &[
     0x10,
     0x11,

@@ -1,8 +1,8 @@
-//! Which errno the API document (and KVM, where the document says less) gives for each call.
+//! The errnos that the API document (and KVM, where the document says less) lists for each call.
 
 use kvm_abi::{Call, FdKind};
 
-/// The errnos besides EFAULT, which each call that reads or writes through a pointer may give.
+/// The errnos that each call may return, besides EFAULT, which every call returns that accesses memory by a pointer.
 const ERRNOS: &[(&str, &[i32])] = &[
     ("KVM_GET_API_VERSION", &[libc::EINVAL]),
     ("KVM_CREATE_VM", &[libc::EINVAL]),
@@ -70,7 +70,7 @@ const ERRNOS: &[(&str, &[i32])] = &[
     ("KVM_IRQ_LINE", &[libc::ENXIO, libc::EINVAL]),
     ("KVM_IRQ_LINE_STATUS", &[libc::ENXIO, libc::EINVAL]),
     ("KVM_SET_GSI_ROUTING", &[libc::EINVAL]),
-    // A message for nobody is -1, which is EPERM.
+    // A message that no LAPIC takes is -1, which is EPERM.
     ("KVM_SIGNAL_MSI", &[libc::EINVAL, libc::ENXIO, libc::EPERM]),
     (
         "KVM_IRQFD",
@@ -158,7 +158,8 @@ const ERRNOS: &[(&str, &[i32])] = &[
     ),
 ];
 
-/// True if the call may fail so. `call`: none if the number means nothing to such a descriptor.
+/// Returns true if the call may fail with this errno. `call` is `None` if the number has no meaning for such a
+/// descriptor.
 pub(super) fn is_documented(kind: FdKind, number: u32, call: Option<&Call>, errno: i32) -> bool {
     let Some(call) = call else {
         return match kind {
@@ -170,14 +171,14 @@ pub(super) fn is_documented(kind: FdKind, number: u32, call: Option<&Call>, errn
     if let Some(refusal) = call.refusal {
         return errno == refusal;
     }
-    // Direction bits: the argument is an address.
+    // The direction bits say that the argument is an address.
     (errno == libc::EFAULT && takes_pointer(call))
         || ERRNOS
             .iter()
             .any(|(name, list)| *name == call.name && list.contains(&errno))
 }
 
-/// The number says that the call reads or writes through its argument.
+/// Returns true if the number says that the call reads or writes through its argument.
 pub(super) fn takes_pointer(call: &Call) -> bool {
     call.number >> 30 != 0 || call.name == "KVM_REINJECT_CONTROL"
 }

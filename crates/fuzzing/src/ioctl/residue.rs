@@ -1,22 +1,22 @@
-//! [`Residue`]: what a process has that KVM's objects could leave behind.
+//! [`Residue`]: what KVM's objects could leave behind in a process.
 
 use std::fs;
 
 /// Counts from `/proc/self`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Residue {
-    /// Open descriptors.
+    /// Number of open descriptors.
     pub descriptors: usize,
-    /// Threads.
+    /// Number of threads.
     pub threads: usize,
-    /// Mappings.
+    /// Number of mappings.
     pub mappings: usize,
     /// Resident memory in KiB.
     pub rss_kib: u64,
 }
 
 impl Residue {
-    /// As it is when the threads of VMs that are gone have ended, which nobody waits for.
+    /// Returns the counts once the threads of VMs that are gone have ended, for which nobody waits.
     pub fn settled() -> Self {
         for _ in 0..500 {
             if Self::now().threads == 1 {
@@ -27,7 +27,7 @@ impl Residue {
         Self::now()
     }
 
-    /// As it is now.
+    /// Returns the current counts.
     pub fn now() -> Self {
         let count = |path: &str| fs::read_dir(path).map_or(0, Iterator::count);
         let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
@@ -40,7 +40,7 @@ impl Residue {
         Self {
             descriptors: count("/proc/self/fd"),
             threads: count("/proc/self/task"),
-            // What the allocator maps comes and goes.
+            // Mappings of the allocator come and go.
             mappings: text("/proc/self/maps")
                 .lines()
                 .filter(|line| line.contains("memfd:"))

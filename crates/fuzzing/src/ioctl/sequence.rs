@@ -21,21 +21,21 @@ use super::{
 };
 use crate::Random;
 
-/// What sequences did.
+/// What sequences have done.
 #[derive(Clone, Debug, Default)]
 pub struct Counts {
-    /// Calls made.
+    /// Number of calls.
     pub calls: u64,
-    /// Of those, successful ones.
+    /// Number of successful calls.
     pub successes: u64,
-    /// Calls by name: made, successful.
+    /// Number of calls by name, and of successful ones.
     pub by_name: BTreeMap<&'static str, (u64, u64)>,
-    /// What was wrong.
+    /// Descriptions of what was wrong.
     pub findings: Vec<String>,
 }
 
 impl Counts {
-    /// Adds those of another.
+    /// Adds the counts of another sequence.
     pub fn add(&mut self, other: Self) {
         self.calls += other.calls;
         self.successes += other.successes;
@@ -56,12 +56,12 @@ struct Shared<'a> {
     vcpus: Mutex<Vec<Weak<Vcpu>>>,
     events: Vec<EventFd>,
     is_over: AtomicBool,
-    /// Grows before a descriptor is closed.
+    /// Grows before each close of a descriptor.
     closes: AtomicU64,
     wild_slots: bool,
 }
 
-/// Runs the sequence of a seed: one to three threads, `length` calls each.
+/// Runs the sequence of a seed: one to three threads with `length` calls each.
 pub fn run_sequence(arena: &Arena, seed: u64, length: u64, wild_slots: bool) -> Counts {
     let mut random = Random::new(seed);
     arena.fill(&mut random);
@@ -96,8 +96,8 @@ pub fn run_sequence(arena: &Arena, seed: u64, length: u64, wild_slots: bool) -> 
         shared.is_over.store(true, Ordering::Release);
         let _ = kicker.join();
     });
-    // Also what nobody noted: of a number that another thread had closed and given to another object,
-    // or of a structure that a guest has overwritten.
+    // This also closes descriptors that no thread noted: one whose number another thread had closed and given to
+    // another object, or one from a structure that a guest has overwritten.
     for fd in kvm_abi::known_descriptors() {
         if let Err(error) = kvm_abi::close(fd) {
             counts.findings.push(format!(
@@ -108,7 +108,7 @@ pub fn run_sequence(arena: &Arena, seed: u64, length: u64, wild_slots: bool) -> 
     counts
 }
 
-/// Ends every KVM_RUN soon, until the workers are done.
+/// Makes every KVM_RUN end soon, until the workers are done.
 fn kick(shared: &Shared<'_>) {
     while !shared.is_over.load(Ordering::Acquire) {
         thread::sleep(Duration::from_micros(500));
@@ -163,7 +163,7 @@ impl<'a> Worker<'a> {
             }
             return;
         }
-        // Up to two VMs with up to four vCPUs each, most of the time.
+        // Mostly there are up to two VMs with up to four vCPUs each.
         let count = |wanted| known.iter().filter(|(kind, _)| *kind == wanted).count();
         let (vms, vcpus) = (count(FdKind::Vm), count(FdKind::Vcpu));
         let forced = if vms == 0 {
@@ -213,7 +213,7 @@ impl<'a> Worker<'a> {
             return;
         }
         let fd = self.random.pick(&of_kind);
-        // Its descriptor is none of ours to close: by the typed call it is owned.
+        // The typed call returns a descriptor that is owned, which is not ours to close.
         if number == KVM_GET_STATS_FD {
             match kvm_abi::lookup(fd) {
                 Ok(Object::Vm(vm)) => drop(vm.stats_fd()),
@@ -225,7 +225,7 @@ impl<'a> Worker<'a> {
         self.call(kind, fd, number, &known);
     }
 
-    /// A write to an eventfd, as the preload library has it; or what it says before one is closed.
+    /// Writes to an eventfd, as the preload library does; or announces the close of a descriptor.
     fn signal(&mut self) {
         let events: Vec<RawFd> = self.shared.events.iter().map(AsRawFd::as_raw_fd).collect();
         if events.is_empty() {
@@ -242,7 +242,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// A call of this kind of descriptor, of another, or of none.
+    /// Returns the number of a call of this kind of descriptor, of another kind, or of none.
     fn number(&mut self, kind: FdKind) -> u32 {
         let own: Vec<u32> = self
             .shared
@@ -307,9 +307,9 @@ impl<'a> Worker<'a> {
                     );
                 }
             }
-            // Somebody else closed it, or the number is another object's by now.
+            // Another thread has closed it, or the number is another object's by now.
             Err(_) if !self.is_same(kind, fd) => {}
-            // It may have been another object's in between.
+            // The number may have been another object's in between.
             Err(error)
                 if [libc::EBADF, libc::ENOTTY].contains(&error.get())
                     && closes != self.shared.closes.load(Ordering::SeqCst) => {}
@@ -321,7 +321,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// The number is still a descriptor of this kind.
+    /// Returns true if the number is still a descriptor of this kind.
     fn is_same(&self, kind: FdKind, fd: RawFd) -> bool {
         matches!(
             (kind, kvm_abi::lookup(fd)),
@@ -340,7 +340,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// A successful call may have made a descriptor.
+    /// Notes the descriptor that a successful call may have made.
     fn created(&mut self, kind: FdKind, number: u32, given: i32, argument: u64) {
         match (kind, number) {
             (FdKind::System, KVM_CREATE_VM) => {
@@ -351,14 +351,14 @@ impl<'a> Worker<'a> {
             }
             (FdKind::Vm, KVM_CREATE_VCPU) => {
                 if let Ok(Object::Vcpu(vcpu)) = kvm_abi::lookup(given) {
-                    // First, as another thread may run it already, by a number that was another vCPU's.
+                    // It is noted first, as another thread may run it already, by a number that was another vCPU's.
                     lock(&self.shared.vcpus).push(Arc::downgrade(&vcpu));
                     self.start(&vcpu);
                 }
                 self.publish(FdKind::Vcpu, given);
             }
             (FdKind::Vm, KVM_CREATE_DEVICE) => {
-                // struct kvm_create_device: type, fd, flags. Another thread may have scribbled over it.
+                // struct kvm_create_device: type, fd, flags. Another thread may have overwritten it.
                 let mut bytes = [0; 12];
                 self.shared.arena.read(argument, &mut bytes);
                 let fd = i32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
@@ -370,7 +370,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Most VMs have memory, and half of them chips.
+    /// Gives most VMs memory, and half of them chips.
     fn furnish(&mut self, vm: &kvm_abi::Vm) {
         if self.random.one_in(4) {
             let ring = kvm_bindings::kvm_enable_cap {
@@ -389,7 +389,7 @@ impl<'a> Worker<'a> {
             flags: self.random.below(2) as u32,
             ..Default::default()
         };
-        // A VMM that gets no memory is as good.
+        // A VM that gets no memory is just as good.
         let _ = vm.set_user_memory_region(&region);
         if self.random.one_in(2) {
             let _ = vm.hypervisor().create_irqchip();
@@ -397,7 +397,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Most vCPUs execute something, in real mode.
+    /// Makes most vCPUs execute something, in real mode.
     fn start(&mut self, vcpu: &Vcpu) {
         if self.random.one_in(4) {
             return;
@@ -425,5 +425,5 @@ impl<'a> Worker<'a> {
     }
 }
 
-/// Calls for which no address means something.
+/// Calls for which a null argument has a meaning.
 const IGNORE_NULL: &[&str] = &["KVM_SET_SIGNAL_MASK"];

@@ -1,5 +1,5 @@
-//! Makes [`Program`]s: random instructions, each with what gives its memory
-//! operand an address, among the elements of `elements`; start states and data.
+//! Makes [`Program`]s: random instructions, each with code that gives its memory operand an address, among the elements
+//! of `elements`; start states and data.
 
 use iced_x86::{Code, FlowControl, Instruction, Mnemonic as M, OpKind, Register as R};
 use x86_cpu::{CpuState, Feature};
@@ -16,30 +16,30 @@ use super::{
 };
 use crate::{Family, Random, case::prefixes, forms, operands::Operands, state};
 
-/// Functions of a program.
+/// Number of a program's functions.
 pub(super) const FUNCTIONS: usize = 3;
 /// Makes programs.
 #[derive(Debug)]
 pub(crate) struct Generator {
     integer: [Vec<Code>; 2],
     fp: [Vec<Code>; 2],
-    /// Registers, flags and results are those of the interpreter's model.
+    /// True if registers, flags and results are those of the interpreter's model.
     exact: bool,
 }
 
-/// One program in the making.
+/// A program that is being made.
 pub(super) struct Builder<'a> {
     forms: &'a Generator,
     pub(super) r: Random,
     pub(super) cpl: u8,
-    /// It is 32-bit code.
+    /// True for 32-bit code.
     pub(super) narrow: bool,
-    /// So many general registers are named.
+    /// Number of general registers that the program names.
     pub(super) registers: u64,
-    /// Exceptions are frequent.
+    /// True if exceptions are frequent.
     pub(super) wild: bool,
     pub(super) start: CpuState,
-    /// It is 64-bit code of CPL 3 that mostly calls functions.
+    /// True for 64-bit code of CPL 3 that mostly calls functions.
     pub(super) calls: bool,
     fp: u64,
 }
@@ -61,7 +61,7 @@ impl Generator {
         }
     }
 
-    /// The program of a seed: every fourth is of 32-bit code.
+    /// Returns the program of a seed. Every fourth program is 32-bit code.
     pub(crate) fn program(&self, seed: u64) -> Program {
         let narrow = seed % 4 == 3;
         let mut r = Random::new(seed);
@@ -118,7 +118,8 @@ impl Generator {
                 let at = b.r.below(elements.len() as u64) as usize;
                 let e = b.patch(&patchable);
                 let e_at = &mut elements[at];
-                // Appended to an element, so that numbers stay; not after a branch's use of flags.
+                // The code is appended to an element, so that numbers stay the same; but not behind a branch's use of
+                // flags.
                 let shift = e_at.code.len();
                 e_at.code.extend(e.code);
                 e_at.fixes
@@ -159,11 +160,11 @@ impl Generator {
     }
 }
 
-/// Registers at the start.
+/// Returns the registers at the start.
 fn start(r: &mut Random, cpl: u8, narrow: bool) -> CpuState {
     let mut cpu = cpu(cpl, narrow);
     if r.one_in(24) {
-        // F3 before BSF and BSR means nothing then.
+        // Without these features, F3 before BSF and BSR has no meaning.
         for f in [
             Feature::Bmi1,
             Feature::Bmi2,
@@ -235,7 +236,7 @@ pub(super) fn made(i: Result<Instruction, iced_x86::IcedError>) -> Instruction {
     i.unwrap_or_else(|_| plain(Code::Nopd))
 }
 
-/// Of protection keys: most allow everything, and key 0 does.
+/// Returns rights of protection keys: most allow everything, and key 0 does.
 pub(super) fn rights(r: &mut Random) -> u32 {
     (r.next() & r.next() & 0xffff_fffc) as u32
 }
@@ -244,7 +245,7 @@ pub(super) fn mov(to: R, v: u64) -> Instruction {
     made(Instruction::with2(Code::Mov_r64_imm64, to, v))
 }
 
-/// One of the first so many general registers, RSP aside.
+/// Returns one of the first `registers` general registers, but not RSP.
 pub(super) fn general(r: &mut Random, registers: u64) -> R {
     loop {
         let n = r.below(registers) as u32;
@@ -259,7 +260,7 @@ impl Builder<'_> {
         base(self.cpl, self.narrow)
     }
 
-    /// gva for an access of `size` bytes.
+    /// Returns a gva for an access of `size` bytes.
     pub(super) fn target(&mut self, size: u64) -> u64 {
         let here = self.base();
         let r = &mut self.r;
@@ -301,8 +302,7 @@ impl Builder<'_> {
         base + gpa
     }
 
-    /// Gives the instruction's memory operand the address `gva`; what has to go before
-    /// it is appended.
+    /// Gives the instruction's memory operand the address `gva`. Code that has to come before is appended to `e`.
     pub(super) fn aim(&mut self, e: &mut Element, i: &mut Instruction, gva: u64) {
         let (here, registers) = (self.base(), self.registers);
         let r = &mut self.r;
@@ -375,7 +375,7 @@ impl Builder<'_> {
             e.push(mov(index, v));
         }
         if without_base {
-            // Index and displacement alone.
+            // The address consists of index and displacement.
             let d = (r.below(0x1000) as u32) as u64;
             i.set_memory_base(R::None);
             i.set_memory_displ_size(8);
@@ -396,7 +396,7 @@ impl Builder<'_> {
         e.push(mov(base, v));
     }
 
-    /// An instruction of a random form.
+    /// Returns an instruction of a random form.
     pub(super) fn any(&mut self) -> Element {
         for _ in 0..20 {
             let code = if self.fp > 0 && self.r.below(8) < self.fp {
@@ -434,7 +434,7 @@ impl Builder<'_> {
         if !self.forms.exact && crate::undefined::is_model_specific(&i) {
             return None;
         }
-        // Undefined results are the business of other tests.
+        // Other tests are for undefined results.
         if crate::setup::result_depends_on_processor(&i) && !self.forms.exact {
             return None;
         }
@@ -528,7 +528,7 @@ impl Builder<'_> {
         }
     }
 
-    /// gpas of code: pages are straddled often.
+    /// Returns gpas for code, which often straddles pages.
     fn places(&mut self) -> [u64; 2] {
         let r = &mut self.r;
         let main = CODE
@@ -547,7 +547,7 @@ impl Builder<'_> {
         [main, functions]
     }
 
-    /// Several start states: code is translated once, executed with all.
+    /// Returns several start states. Code is translated once, and executed with all of them.
     fn starts(&mut self) -> Vec<CpuState> {
         let r = &mut self.r;
         (0..1 + r.below(3))
@@ -575,7 +575,7 @@ impl Builder<'_> {
                     area[xsave::FSW] = r.next() as u8;
                 }
                 if !r.one_in(4) {
-                    // All exceptions masked.
+                    // All exceptions are masked.
                     area[xsave::FCW] |= 0x3f;
                     area[xsave::MXCSR] |= 0x80;
                     area[xsave::MXCSR + 1] |= 0x1f;

@@ -1,7 +1,7 @@
 //! [`Machine`]: a vCPU in 64-bit or compatibility mode with paging, run by one engine.
 //!
-//! All of memory is mapped three times: for the user at [`USER`], for the supervisor
-//! at [`KERNEL`] and [`KERNEL32`]. Exceptions lead to a HLT of their own each.
+//! All of memory is mapped three times: for the user at [`USER`], for the supervisor at [`KERNEL`] and [`KERNEL32`].
+//! Each exception leads to a HLT of its own.
 
 use std::io;
 
@@ -22,40 +22,40 @@ use crate::state;
 pub(crate) const USER: u64 = 0x1040_0000;
 /// gva of gpa 0 for the supervisor.
 pub(crate) const KERNEL: u64 = 0xffff_8880_0000_0000;
-/// The same for one of 32-bit code.
+/// gva of gpa 0 for the supervisor in 32-bit code.
 pub(crate) const KERNEL32: u64 = 0x2040_0000;
 
 const GDT: u64 = 0x1000;
 const IDT: u64 = 0x2000;
 const TSS: u64 = 0x3000;
-/// Sixteen bytes for each vector.
+/// The exceptions' handlers, sixteen bytes for each vector.
 const HANDLERS: u64 = 0x4000;
 /// Top of the stack on which exceptions are delivered.
 pub(crate) const FRAMES: u64 = 0x6000;
-/// What SYSCALL leads to: SWAPGS, XCHG RAX with R10, SWAPGS, SYSRETQ.
+/// The code that SYSCALL leads to: SWAPGS, XCHG RAX with R10, SWAPGS, SYSRETQ.
 const SYSTEM_CALL: u64 = 0x7000;
 const SYSTEM_CALL_CODE: [u8; 11] = [
     0x0f, 0x01, 0xf8, 0x49, 0x92, 0x0f, 0x01, 0xf8, 0x48, 0x0f, 0x07,
 ];
 const TABLES: u64 = 0x10000;
-/// Six pages of code.
+/// The code, six pages.
 pub(crate) const CODE: u64 = 0x20000;
 pub(crate) const CODE_PAGES: u64 = 6;
-/// Data pages, see [`entry`].
+/// The data pages; see [`entry`].
 pub(crate) const DATA: u64 = 0x30000;
 pub(crate) const DATA_PAGES: u64 = 9;
-/// Read-only.
+/// A read-only page.
 pub(crate) const READ_ONLY: u64 = DATA + 0x2000;
-/// Not present.
+/// A page that is not present.
 pub(crate) const ABSENT: u64 = DATA + 0x3000;
-/// Loop counters and branch targets.
+/// The page of loop counters and branch targets.
 pub(crate) const PRIVATE: u64 = 0x3c000;
-/// Two pages of stack end here.
+/// End of the stack, which has two pages.
 pub(crate) const STACK_TOP: u64 = 0x3c000;
-/// Memory.
+/// Size of memory in bytes.
 pub(crate) const RAM: usize = 0x40000;
 
-/// gva of gpa 0 for a program.
+/// Returns the gva of gpa 0 for a program.
 pub(crate) const fn base(cpl: u8, narrow: bool) -> u64 {
     match (cpl, narrow) {
         (0, false) => KERNEL,
@@ -64,7 +64,7 @@ pub(crate) const fn base(cpl: u8, narrow: bool) -> u64 {
     }
 }
 
-/// CS and SS of a program.
+/// Returns CS and SS of a program.
 pub(crate) const fn selectors(cpl: u8, narrow: bool) -> [u16; 2] {
     match (cpl, narrow) {
         (0, false) => [0x08, 0x10],
@@ -74,18 +74,18 @@ pub(crate) const fn selectors(cpl: u8, narrow: bool) -> [u16; 2] {
     }
 }
 
-/// Leaf entry of a page.
+/// Returns the leaf entry of a page.
 fn entry(gpa: u64, user: bool) -> u64 {
     let (p, w, u) = (1, 2, 4 * u64::from(user));
     let page = gpa.wrapping_sub(DATA) >> 12;
-    // Protection keys, which CR4.PKE makes mean something.
+    // Protection keys have an effect if CR4.PKE is set.
     let key = |key: u64| key << 59;
     match page {
         0 | 1 | 4 => gpa | p | w | u | key(page + 1),
         2 => gpa | p | u | key(3),
         3 => 0,
         5 => gpa | p | w,
-        // Nothing is there: an exit.
+        // There is no memory, so an access is an exit.
         6 => 1 << 30 | p | w | u,
         7 => gpa | p | w | u | 1 << 63,
         _ if gpa < CODE => gpa | p | w,
@@ -93,7 +93,7 @@ fn entry(gpa: u64, user: bool) -> u64 {
     }
 }
 
-/// What memory has before a program is loaded.
+/// Returns the content of memory before a program is loaded.
 pub(crate) fn initial_memory() -> Vec<u8> {
     let mut m = vec![0; RAM];
     let mut put = |at: u64, v: u64| {
@@ -105,7 +105,7 @@ pub(crate) fn initial_memory() -> Vec<u8> {
         0x00cf_9300_0000_ffff,
         0x00cf_f300_0000_ffff,
         0x00af_fb00_0000_ffff,
-        // The TSS, which is loaded already.
+        // The entries of the TSS, which is loaded already.
         0,
         0,
         0x00cf_9b00_0000_ffff,
@@ -118,14 +118,14 @@ pub(crate) fn initial_memory() -> Vec<u8> {
     }
     for vector in 0..256u64 {
         let to = KERNEL + HANDLERS + 16 * vector;
-        // Interrupt gate, present, stack 1.
+        // An interrupt gate: present, stack 1.
         let low = to & 0xffff | 8 << 16 | 1 << 32 | 0x8e << 40 | (to >> 16 & 0xffff) << 48;
         put(IDT + 16 * vector, low);
         put(IDT + 16 * vector + 8, to >> 32);
     }
     put(TSS + 4, KERNEL + STACK_TOP);
     put(TSS + 36, KERNEL + FRAMES);
-    // Root, then three levels for each of the mappings.
+    // The root, then three levels for each mapping.
     let mut next = TABLES + 0x1000;
     for (base, user) in [(USER, true), (KERNEL, false), (KERNEL32, false)] {
         let mut table = TABLES;
@@ -151,7 +151,7 @@ pub(crate) fn initial_memory() -> Vec<u8> {
     m
 }
 
-/// A vCPU as the programs find it; `cpl` is 0 or 3, `narrow`: in 32-bit code.
+/// Returns a vCPU as programs find it. `cpl` is 0 or 3; `narrow`: it executes 32-bit code.
 pub(crate) fn cpu(cpl: u8, narrow: bool) -> CpuState {
     let mut cpu = state::cpu(state::host_features(), Mode::Bits64);
     cpu.cpl = cpl;
@@ -193,22 +193,22 @@ pub(crate) fn cpu(cpl: u8, narrow: bool) -> CpuState {
     cpu
 }
 
-/// What executes.
+/// The engine that executes.
 enum Engine {
     Interp,
     Jit(Box<Jit<MmuBus>>),
 }
 
-/// What goes on around a program, without any effect on it.
+/// Conditions around a program that must not have an effect on it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Weather {
-    /// Translated code is dropped at each return to the run loop.
+    /// True if translated code is dropped at each return to the run loop.
     pub(crate) flushes: bool,
-    /// Blocks between two returns.
+    /// Number of blocks between two returns.
     pub(crate) poll_every: u32,
-    /// The request word is set all the time.
+    /// True if the request word is set all the time.
     pub(crate) requested: bool,
-    /// An interrupt is said to wait for RFLAGS.IF.
+    /// True if an interrupt is said to wait for RFLAGS.IF.
     pub(crate) waits: bool,
 }
 
@@ -221,14 +221,14 @@ pub(crate) struct Counting {
     pub(crate) streams: u16,
     /// As [`x86_cpu::Retired::held`].
     pub(crate) held: u16,
-    /// A counter overflows after so many instructions, again and again; 0: never.
+    /// The number of instructions after which a counter overflows, again and again; 0: never.
     pub(crate) period: u64,
 }
 
 /// Where a counter has overflowed: RIP and the general registers.
 type Landing = (u64, [u64; 16]);
 
-/// Overflows after which a program is given up.
+/// Number of overflows after which a program is given up.
 const MAX_LANDINGS: usize = 5_000;
 
 /// A vCPU with its engine and memory.
@@ -243,8 +243,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// A machine that is run by the interpreter, or by translation with a cache of
-    /// the given size.
+    /// Makes a machine that is run by the interpreter, or by translation with a cache of the given size.
     pub(crate) fn new(cache: Option<usize>) -> io::Result<Self> {
         let engine = match cache {
             None => Engine::Interp,
@@ -265,14 +264,14 @@ impl Machine {
         })
     }
 
-    /// Compares all that translated code does with the interpreter as it runs.
+    /// Turns the translator's lock-step on.
     pub(crate) fn set_lockstep(&mut self, planted: bool) {
         if let Engine::Jit(jit) = &mut self.engine {
             jit.set_lockstep(planted, |_| {});
         }
     }
 
-    /// What that has found.
+    /// Takes the difference that lock-step has found.
     pub(crate) fn take_difference(&mut self) -> Option<String> {
         match &mut self.engine {
             Engine::Interp => None,
@@ -280,7 +279,7 @@ impl Machine {
         }
     }
 
-    /// Stretches compared.
+    /// Returns the number of stretches compared.
     pub(crate) fn stretches(&self) -> u64 {
         match &self.engine {
             Engine::Interp => 0,
@@ -288,7 +287,7 @@ impl Machine {
         }
     }
 
-    /// What was translated.
+    /// Returns counters of what was translated.
     pub(crate) fn stats(&self) -> x86_jit::Stats {
         match &self.engine {
             Engine::Interp => x86_jit::Stats::default(),
@@ -296,12 +295,12 @@ impl Machine {
         }
     }
 
-    /// How translations are kept when programs write CR3.
+    /// Sets how translations are kept when programs write CR3.
     pub(crate) fn set_policy(&mut self, policy: mmu::Policy) {
         self.bus.mmu.set_policy(&self.cpu, policy);
     }
 
-    /// Makes memory and registers those given. Translations are forgotten, code is not.
+    /// Loads memory and registers. Translations of addresses are forgotten, translated code is not.
     pub(crate) fn load(&mut self, memory: &[u8], cpu: &CpuState) {
         self.memory();
         for (n, (new, old)) in memory
@@ -309,7 +308,7 @@ impl Machine {
             .zip(self.memory.chunks_exact(0x1000))
             .enumerate()
         {
-            // Tracked, as a write of the vCPU's own: code is noticed to change.
+            // The write is tracked like one of the vCPU, so that a change of code is noticed.
             if new != old {
                 let at = changed(new, old);
                 let gpa = (n * 0x1000 + at.start) as u64;
@@ -317,13 +316,13 @@ impl Machine {
             }
         }
         self.cpu = cpu.clone();
-        // The tables' A and D bits are as new.
+        // A and D bits of the tables are new, so everything is flushed.
         self.bus.mmu.set_root(&self.cpu);
         self.bus.mmu.flush(&self.cpu, Flush::All);
         self.bus.select_view(&mut self.cpu);
     }
 
-    /// What is counted from now on.
+    /// Sets what is counted from now on.
     pub(crate) fn count(&mut self, counting: Counting) {
         self.counting = counting;
         self.landings.clear();
@@ -339,14 +338,14 @@ impl Machine {
         }
     }
 
-    /// All of memory.
+    /// Returns all of memory.
     pub(crate) fn memory(&mut self) -> &[u8] {
         let read = self.bus.mmu.memory().read_bytes(0, &mut self.memory);
         assert!(read, "no memory");
         &self.memory
     }
 
-    /// Runs until HLT, a triple fault or an exit; `None` if that takes too long.
+    /// Runs until HLT, a triple fault or an exit. `None` if that takes too long.
     pub(crate) fn run(&mut self, weather: Weather, patience: u32) -> Option<RunStop> {
         self.bus.poll_every = weather.poll_every;
         self.bus.waits = weather.waits;
@@ -367,7 +366,7 @@ impl Machine {
             if is_due {
                 let mut registers = [0; 16];
                 registers.copy_from_slice(&self.cpu.gpr[..16]);
-                // After RDTSC and RDTSCP these are nobody else's.
+                // After RDTSC and RDTSCP nothing else depends on these registers.
                 for n in [reg::RAX, reg::RCX, reg::RDX] {
                     registers[n] = 0;
                 }
@@ -377,7 +376,7 @@ impl Machine {
                 left -= 1;
             }
             if stop != RunStop::Poll {
-                // After HLT the shadow of STI is over, however HLT was reached.
+                // HLT ends the shadow of STI, whichever way the engine came to it.
                 self.cpu.shadow = Shadow::None;
                 return Some(stop);
             }
@@ -400,7 +399,7 @@ impl core::fmt::Debug for Machine {
     }
 }
 
-/// From the first to the last byte that differ.
+/// Returns the range from the first to the last byte that differ.
 fn changed(new: &[u8], old: &[u8]) -> core::ops::Range<usize> {
     let differs = |n: &usize| new[*n] != old[*n];
     let start = (0..new.len()).find(differs).unwrap_or(0);

@@ -3,8 +3,8 @@
 //! state and all of memory (page tables included) must be the same at the end,
 //! which is a HLT, an exception's handler or an exit.
 //!
-//! Not compared: arithmetic flags that a fault finds dead, and the addresses of
-//! the last x87 instruction (see `x86_jit`).
+//! Two things are not compared: arithmetic flags that are dead at a fault, and the addresses of the last x87
+//! instruction (see `x86_jit`).
 
 mod elements;
 mod generate;
@@ -28,23 +28,23 @@ use self::{
     program::Program,
 };
 
-/// Returns to the run loop after which a program is given up.
+/// Number of returns to the run loop after which a program is given up.
 const PATIENCE: u32 = 400;
-/// The same for the interpreter: its returns are not so far apart.
+/// The same number for the interpreter, whose returns are closer to each other.
 const FEWER: u32 = 200;
-/// Programs between two flushes of all code.
+/// Number of programs between two flushes of all code.
 const FLUSH_EVERY: u64 = 0x400;
-/// Programs between two changes of how translations are kept.
+/// Number of programs between two changes of how translations are kept.
 const POLICY_EVERY: u64 = 0x20;
 
 /// How much was tested.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Summary {
-    /// Runs that were compared.
+    /// Number of runs that were compared.
     pub compared: u64,
-    /// Of these, ended without an exception or exit.
+    /// Number of these that ended without an exception or exit.
     pub completed: u64,
-    /// Runs given up because they took too long.
+    /// Number of runs that were given up because they took too long.
     pub endless: u64,
     /// Counters of the translator.
     pub stats: x86_jit::Stats,
@@ -65,7 +65,7 @@ pub struct Jits {
 type End = Option<RunStop>;
 
 impl Jits {
-    /// `cache`: bytes of translated code, small to have it overflow.
+    /// Makes both machines. `cache`: bytes of translated code; a small number makes the cache overflow.
     ///
     /// # Errors
     /// Memory cannot be mapped.
@@ -80,8 +80,7 @@ impl Jits {
         })
     }
 
-    /// As [`Self::new`], with the translator's own comparison switched on; `planted` makes it
-    /// translate an instruction wrongly.
+    /// Does what [`Self::new`] does, and turns lock-step on. `planted`: an instruction is translated wrongly.
     ///
     /// # Errors
     /// Memory cannot be mapped.
@@ -91,12 +90,12 @@ impl Jits {
         Ok(jits)
     }
 
-    /// Entries into translated code that were compared with the interpreter.
+    /// Returns the number of entries into translated code that were compared with the interpreter.
     pub fn stretches(&self) -> u64 {
         self.jit.stretches()
     }
 
-    /// What was done so far.
+    /// Returns how much was tested so far.
     pub fn summary(&self) -> Summary {
         Summary {
             stats: self.jit.stats(),
@@ -104,7 +103,7 @@ impl Jits {
         }
     }
 
-    /// Runs the program of a seed on both.
+    /// Runs the program of a seed on both machines.
     ///
     /// # Errors
     /// What differs, with the shortest program found that shows it.
@@ -126,7 +125,7 @@ impl Jits {
         }
     }
 
-    /// The listing of a seed's program.
+    /// Returns the listing of a seed's program.
     pub fn listing(&self, seed: u64) -> String {
         listing(&self.generator.program(seed))
     }
@@ -142,7 +141,7 @@ impl Jits {
         }
         for (n, start) in program.starts.iter().enumerate() {
             if start.features != self.interp.cpu.features {
-                // As KVM_SET_CPUID2 does.
+                // KVM_SET_CPUID2 has this effect.
                 self.interp.forget_code();
                 self.jit.forget_code();
             }
@@ -186,7 +185,7 @@ impl Jits {
         Ok(())
     }
 
-    /// Leaves out what is not needed for a difference.
+    /// Leaves out elements that are not needed for the difference.
     fn shrink(&mut self, mut program: Program, first: String) -> String {
         let mut report = first;
         let mut again = true;
@@ -207,7 +206,7 @@ impl Jits {
     }
 }
 
-/// Every other run is counted: at some levels, some streams, with overflows or without.
+/// Returns what is counted: in every other run, at some levels, some streams, with or without overflows.
 fn counting(seed: u64) -> Counting {
     let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -223,7 +222,7 @@ fn counting(seed: u64) -> Counting {
             0 => bit(INSTRUCTIONS),
             1 => bit(INSTRUCTIONS) | stream,
             2 => stream,
-            // Two, or any number.
+            // Two streams, or any number of them.
             _ if x >> 40 & 1 == 0 => stream | other,
             _ => stream | other | (x >> 41) as u16 & (bit(STREAMS) - 1),
         },
@@ -240,7 +239,7 @@ fn counting(seed: u64) -> Counting {
     }
 }
 
-/// What is not counted may or may not have been added.
+/// Clears counts of streams that are not counted, which may or may not have grown.
 fn forget_uncounted(cpu: &mut CpuState) {
     let streams = cpu.retired.streams;
     for counts in &mut cpu.retired.counts {
@@ -271,7 +270,7 @@ fn listing(program: &Program) -> String {
     text
 }
 
-/// What differs at the end of two runs that began with `before` in memory.
+/// Returns the differences at the end of two runs that began with `before` in memory.
 fn differences(
     (theirs, interp): (End, &mut Machine),
     (ours, jit): (End, &mut Machine),
@@ -301,7 +300,7 @@ fn differences(
         let _ = writeln!(d, "  counts: interpreter {a:?}\n          jit {b:?}");
     }
     let rip = stopped_at(theirs, a, &memories[0]);
-    // What overwrites the instructions after it was translated with those.
+    // Flags may be dead by the instructions in memory now, or by those that were translated and overwritten afterwards.
     let dead = dead_flags(rip, &memories[0], bits) | dead_flags(rip, before, bits);
     for (cpu, memory) in [&mut *a, &mut *b].into_iter().zip(&mut memories) {
         cpu.rflags &= !dead;
@@ -353,12 +352,11 @@ fn differences(
     d
 }
 
-/// The address of the last x87 instruction, which translated code does not keep,
-/// is at least none of the host's.
+/// Checks that the address of the last x87 instruction, which translated code does not keep, is not one of the host.
 fn pointer(area: &[u8], bits: u32, d: &mut String) {
     let mut b = [0; 8];
     b.copy_from_slice(&area[8..16]);
-    // In 32-bit code the upper half has CS.
+    // The upper half has CS in 32-bit code.
     let v = u64::from_le_bytes(b) & u64::MAX >> (64 - bits);
     let guest = |base: u64| (base..base + RAM as u64).contains(&v);
     if v != 0 && ![USER, KERNEL, KERNEL32].into_iter().any(guest) {
@@ -366,7 +364,7 @@ fn pointer(area: &[u8], bits: u32, d: &mut String) {
     }
 }
 
-/// The instruction at which an exception or exit stopped a program.
+/// Returns the address of the instruction at which an exception or exit stopped a program.
 fn stopped_at(stop: End, cpu: &CpuState, memory: &[u8]) -> Option<u64> {
     let word = |at: usize| {
         let mut b = [0; 8];
@@ -380,7 +378,7 @@ fn stopped_at(stop: End, cpu: &CpuState, memory: &[u8]) -> Option<u64> {
     }
 }
 
-/// Arithmetic flags that are overwritten unread from an instruction on.
+/// Returns the arithmetic flags that are overwritten unread from an instruction on.
 fn dead_flags(rip: Option<u64>, memory: &[u8], bits: u32) -> u64 {
     let Some(rip) = rip else { return 0 };
     let gpa = match rip {
@@ -399,7 +397,7 @@ fn dead_flags(rip: Option<u64>, memory: &[u8], bits: u32) -> u64 {
         match i.flow_control() {
             _ if i.is_invalid() => break,
             FlowControl::Next => at = i.next_ip(),
-            // Blocks follow jumps, and traces calls.
+            // Blocks follow jumps, and traces follow calls.
             FlowControl::UnconditionalBranch | FlowControl::Call
                 if i.is_jmp_short_or_near() || i.is_call_near() =>
             {
@@ -409,7 +407,7 @@ fn dead_flags(rip: Option<u64>, memory: &[u8], bits: u32) -> u64 {
         }
         read |= i.rflags_read() & !dead;
         let set = match i.mnemonic() {
-            // Processors set what the manual leaves undefined.
+            // Processors set the flags that the manual leaves undefined.
             M::And | M::Or | M::Xor | M::Test | M::Shl | M::Sal | M::Shr | M::Sar => {
                 i.rflags_modified()
             }
@@ -420,7 +418,7 @@ fn dead_flags(rip: Option<u64>, memory: &[u8], bits: u32) -> u64 {
     decoded_flags(dead)
 }
 
-/// An exception was delivered.
+/// Returns true if an exception was delivered.
 fn in_handler(cpu: &CpuState) -> bool {
     cpu.rip().wrapping_sub(KERNEL) < CODE
 }

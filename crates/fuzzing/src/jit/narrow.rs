@@ -1,5 +1,4 @@
-//! Programs of 32-bit code: what is written for 64-bit code with registers and
-//! addresses cut to 32 bits.
+//! Programs of 32-bit code: those for 64-bit code with registers and addresses cut to 32 bits.
 
 use std::{collections::HashMap, sync::OnceLock};
 
@@ -7,7 +6,7 @@ use iced_x86::{Code, Instruction, OpKind, Register as R};
 
 use super::program::Element;
 
-/// Makes an element one of 32-bit code; what there is not becomes a NOP.
+/// Makes an element one of 32-bit code. An instruction that does not exist there becomes a NOP.
 pub(super) fn element(e: &mut Element) {
     for (n, i) in e.code.iter_mut().enumerate() {
         let address = e.fixes.iter().any(|f| f.0 == n && f.1.is_address());
@@ -65,7 +64,7 @@ fn instruction(i: &Instruction, address: bool) -> Option<Instruction> {
     Some(out)
 }
 
-/// The register of 32-bit code.
+/// Returns the register in 32-bit code.
 fn register(r: R) -> R {
     let n = r.number() as u32 & 7;
     if r.is_gpr64() || r.is_gpr32() {
@@ -85,7 +84,7 @@ fn register(r: R) -> R {
     }
 }
 
-/// The form with words of 32 bits.
+/// Returns the form with words of 32 bits.
 fn code_of(code: Code) -> Option<Code> {
     static NAMES: OnceLock<HashMap<String, Code>> = OnceLock::new();
     if code.op_code().mode32() {

@@ -1,36 +1,36 @@
-//! [`Program`]: elements of random code with the means to leave some out.
+//! [`Program`]: elements of random code, some of which can be left out.
 
 use iced_x86::{BlockEncoder, BlockEncoderOptions, Code, Instruction, InstructionBlock, OpKind};
 use x86_cpu::CpuState;
 
 use super::machine::{CODE, CODE_PAGES, USER, base};
 
-/// Addresses of instructions before they have any.
+/// The first of the numbers that stand for addresses of instructions before these are known.
 const LABEL: u64 = 0x7700_0000;
 
-/// Where a branch goes.
+/// The target of a branch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Target {
-    /// The element of this number, or what is left after it.
+    /// The element of this number, or the next one that is not left out.
     Element(usize),
     /// The function of this number.
     Function(usize),
 }
 
-/// What an instruction lacks until addresses are known.
+/// An operand that is filled in once addresses are known.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fix {
     /// A direct branch.
     Branch(Target),
     /// LEA with RIP.
     Address(Target),
-    /// MOV of a 64-bit immediate: address of the last four bytes of the first
-    /// instruction of an element, in one of the two mappings.
+    /// MOV of a 64-bit immediate: the address of the last four bytes of an element's first instruction, in one of the
+    /// two mappings.
     Immediate { element: usize, user: bool },
 }
 
 impl Fix {
-    /// It gives a register an address.
+    /// Returns true if a register gets an address.
     pub(super) const fn is_address(&self) -> bool {
         matches!(self, Self::Address(_) | Self::Immediate { .. })
     }
@@ -41,7 +41,7 @@ impl Fix {
 pub(crate) struct Element {
     pub(crate) code: Vec<Instruction>,
     pub(crate) fixes: Vec<(usize, Fix)>,
-    /// Left out.
+    /// True if the element is left out.
     pub(crate) off: bool,
 }
 
@@ -59,30 +59,30 @@ impl Element {
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     pub(crate) seed: u64,
-    /// It is 32-bit code.
+    /// True for 32-bit code.
     pub(crate) narrow: bool,
     pub(crate) elements: Vec<Element>,
     pub(crate) functions: Vec<Element>,
-    /// gpas of main code and functions.
+    /// gpas of the main code and of the functions.
     pub(crate) at: [u64; 2],
-    /// Start states, in turn; memory is reset, code is kept.
+    /// Start states, which are used in turn. Memory is reset before each, code is kept.
     pub(crate) starts: Vec<CpuState>,
     pub(crate) data: Vec<(u64, Vec<u8>)>,
     pub(crate) weather: super::machine::Weather,
 }
 
 impl Program {
-    /// gva of gpa 0 where it runs.
+    /// Returns the gva of gpa 0 where the program runs.
     pub(crate) fn base(&self) -> u64 {
         base(self.starts.first().map_or(3, |c| c.cpl), self.narrow)
     }
 
-    /// Of its code.
+    /// Returns the width of the code in bits.
     pub(crate) const fn bits(&self) -> u32 {
         if self.narrow { 32 } else { 64 }
     }
 
-    /// The element `n`, or what is left after it.
+    /// Returns the number of element `n`, or of the next one that is not left out.
     fn kept(&self, n: usize) -> usize {
         let n = (n..self.elements.len()).find(|&n| !self.elements[n].off);
         n.unwrap_or(self.elements.len() - 1)
@@ -118,7 +118,7 @@ impl Program {
         list
     }
 
-    /// Its bytes with their gpas; `None` if something cannot be encoded.
+    /// Returns the program's bytes with their gpas. `None` if something cannot be encoded.
     pub(crate) fn assemble(&self) -> Option<[(u64, Vec<u8>); 2]> {
         let lists = [
             self.list(&self.elements, 0),
@@ -159,7 +159,7 @@ impl Program {
                     Fix::Address(_) | Fix::Branch(_) => continue,
                 };
                 let from = *offsets.get(index(&self.elements, n, *k))? as usize;
-                // MOV with an immediate of the size of addresses.
+                // MOV has an immediate of the size of addresses.
                 let (opcode, len) = if self.narrow { (1, 4) } else { (2, 8) };
                 bytes
                     .get_mut(from + opcode..from + opcode + len)?
@@ -174,7 +174,7 @@ impl Program {
     }
 }
 
-/// A branch whose target comes later.
+/// Returns a branch whose target is filled in later.
 pub(crate) fn branch(code: Code) -> Instruction {
     let mut i = Instruction::default();
     i.set_code(code);

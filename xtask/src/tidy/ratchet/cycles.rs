@@ -1,10 +1,8 @@
 //! Cycles among the modules of one folder.
 //!
-//! The nodes are a folder's files and subfolders, each subfolder with all that
-//! is in it as one node. An edge is a path from one node to something in another.
-//! Paths to the folder's own module or to one further up are free: otherwise each
-//! `mod.rs` that holds a structure and has children which implement it would be a
-//! finding.
+//! The nodes are a folder's files and subfolders; a subfolder with all that is in it is one node. An edge is a path
+//! from one node to something in another. Paths to the folder's own module, or to one further up, do not count:
+//! otherwise each `mod.rs` with a structure that its children implement would be a finding.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,15 +15,15 @@ type Module = Vec<String>;
 
 /// Paths that a file names, as modules of its crate.
 struct Paths<'a> {
-    /// The file's module, and inline modules that the visitor is in.
+    /// The file's module, with the inline modules that the visitor is in.
     here: Module,
     modules: &'a BTreeSet<Module>,
-    /// By module: the paths that lead there, as written.
+    /// By module, the paths that lead to it, as they are written.
     found: BTreeMap<Module, BTreeSet<String>>,
 }
 
 impl Paths<'_> {
-    /// The module that a path begins in, and what is left of the path.
+    /// Notes the module that a path begins in, with what is left of the path.
     fn resolve(&mut self, segments: &[String]) {
         let mut at = match segments.first().map(String::as_str) {
             Some("crate") => Vec::new(),
@@ -106,17 +104,17 @@ impl<'ast> Visit<'ast> for Paths<'_> {
 
 /// Modules of one folder that reach each other.
 pub(super) struct Cycle {
-    /// Crate and module path.
+    /// The crate, and the module path of the folder.
     pub(super) folder: String,
     pub(super) modules: BTreeSet<String>,
-    /// What makes it a cycle: `from to: path in file`, for `tidy --cycles`.
+    /// The imports that make the cycle, as `from to: path in file`, for `tidy --cycles`.
     pub(super) imports: Vec<String>,
 }
 
-/// By name of a node: the nodes that it leads to, each with the imports that do so.
+/// By a node's name, the nodes that it leads to, each with the imports that do so.
 type Edges = BTreeMap<String, BTreeMap<String, Vec<String>>>;
 
-/// The cycles of one crate.
+/// Returns the cycles of one crate.
 pub(super) fn find(sources: &[Source]) -> Vec<Cycle> {
     let modules: BTreeSet<Module> = sources.iter().map(|s| s.module.clone()).collect();
     let mut folders: BTreeMap<Module, Edges> = BTreeMap::new();
@@ -170,7 +168,7 @@ pub(super) fn find(sources: &[Source]) -> Vec<Cycle> {
     found
 }
 
-/// Strongly connected components of more than one node: sets of nodes that reach each other.
+/// Returns the strongly connected components of more than one node: sets of nodes that reach each other.
 fn components(edges: &Edges) -> Vec<BTreeSet<String>> {
     let reach: BTreeMap<&String, BTreeSet<&String>> =
         edges.keys().map(|n| (n, reached(n, edges))).collect();
@@ -223,7 +221,7 @@ mod tests {
 
     #[test]
     fn cycles_are_found() {
-        // Down and to the root: fine.
+        // Paths down, and to the root, are allowed.
         let fine = [
             ("lib.rs", "mod x; mod y; pub use x::X;"),
             ("x.rs", "use crate::{X, y::Y};"),
@@ -233,7 +231,7 @@ mod tests {
             ),
         ];
         assert!(cycles_of(&fine).is_empty());
-        // By an import, by a path in the code, and through a subfolder.
+        // A cycle is made by an import, by a path in the code, and through a subfolder.
         for back in ["use super::x::X;", "fn f() { crate::x::g(); }"] {
             let files = [
                 ("lib.rs", ""),
@@ -245,7 +243,7 @@ mod tests {
             let names = ["x", "y", "z"].map(str::to_owned).to_vec();
             assert_eq!(cycles_of(&files), [("a".to_owned(), names)]);
         }
-        // Inside of a folder; a module in the file is one level more.
+        // The cycle is inside of a folder; a module in a file is one level more.
         let files = [
             ("lib.rs", ""),
             ("y/mod.rs", "mod p; mod q;"),

@@ -38,7 +38,7 @@ impl<'ast> Visit<'ast> for Functions<'_> {
     }
 }
 
-/// Each function above the limit, with its lines.
+/// Returns each function above the limit, with its number of lines.
 pub(super) fn long(source: &Source) -> Vec<(String, usize)> {
     let mut functions = Functions {
         source,

@@ -1,10 +1,8 @@
-//! Findings that are known, in `xtask/ratchet.txt`: the list may only shrink.
+//! Known findings, which are listed in `xtask/ratchet.txt`. The list may only shrink.
 //!
-//! Three rules: modules of one folder form no cycle ([`cycles`]), functions have
-//! at most [`MAX_FUNCTION`] lines ([`functions`]), and files at most [`MAX_FILE`].
-//! A finding that is not in the list fails, and so does an entry of the list
-//! whose finding is gone. `cargo xtask tidy --shrink` takes such entries out; it
-//! never adds one.
+//! There are three rules: modules of one folder form no cycle ([`cycles`]), functions have at most [`MAX_FUNCTION`]
+//! lines ([`functions`]), and files at most [`MAX_FILE`]. A finding that is not in the list fails, and so does an entry
+//! of the list without a finding. `cargo xtask tidy --shrink` removes such entries, and never adds one.
 
 mod cycles;
 mod functions;
@@ -18,17 +16,17 @@ use std::{
 use self::source::Source;
 use super::{read, sources};
 
-/// Lines of a function, its signature and braces included.
+/// Maximum number of lines of a function, with its signature and braces.
 const MAX_FUNCTION: usize = 100;
-/// Lines of a file, in-file tests not counted.
+/// Maximum number of lines of a file, without in-file tests.
 const MAX_FILE: usize = 600;
-/// The list.
+/// The file with the list.
 const LIST: &str = "xtask/ratchet.txt";
 
-/// What is wrong, by rule and place; the value is how much.
+/// Findings by rule and place, with their extent.
 type Findings = BTreeMap<String, Extent>;
 
-/// How far a finding goes.
+/// The extent of a finding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Extent {
     /// So many lines.
@@ -38,7 +36,7 @@ enum Extent {
 }
 
 impl Extent {
-    /// Allowed where `known` is.
+    /// Returns true if the extent is not greater than `known`.
     fn is_within(&self, known: &Self) -> bool {
         match (self, known) {
             (Self::Lines(now), Self::Lines(then)) => now <= then,
@@ -60,13 +58,13 @@ impl std::fmt::Display for Extent {
     }
 }
 
-/// Compares what is found with the list.
+/// Compares the findings with the list.
 pub(super) fn check(root: &Path) -> Result<Vec<String>, String> {
     let known = parse(&read(&root.join(LIST))?)?;
     Ok(compare(&find(root)?, &known))
 }
 
-/// Takes out of the list what is no longer found, and lowers what has become less.
+/// Removes from the list what is not found any more, and lowers what has become less.
 pub(crate) fn shrink(root: &Path) -> Result<(), String> {
     let path = root.join(LIST);
     let text = read(&path)?;
@@ -87,7 +85,7 @@ pub(crate) fn shrink(root: &Path) -> Result<(), String> {
     std::fs::write(&path, kept).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Prints the imports that make each cycle, those of the list included.
+/// Prints the imports that make each cycle, including those in the list.
 pub(crate) fn show_cycles(root: &Path) -> Result<(), String> {
     let mut crates: BTreeMap<String, Vec<Source>> = BTreeMap::new();
     for path in sources(root)? {
@@ -123,7 +121,7 @@ fn compare(found: &Findings, known: &Findings) -> Vec<String> {
     findings
 }
 
-/// `rule place: extent`.
+/// Reads an entry: `rule place: extent`.
 fn entry(line: &str) -> Result<(String, Extent), String> {
     let wrong = || format!("{LIST}: not an entry: {line}");
     let (key, extent) = line.split_once(": ").ok_or_else(wrong)?;
@@ -161,7 +159,7 @@ fn find(root: &Path) -> Result<Findings, String> {
     for sources in crates.values() {
         for cycle in cycles::find(sources) {
             let key = format!("cycle {}", cycle.folder);
-            // Two cycles of one folder count as one entry.
+            // Two cycles of one folder are one entry.
             match findings.get_mut(&key) {
                 Some(Extent::Modules(all)) => all.extend(cycle.modules),
                 _ => {
@@ -187,7 +185,7 @@ mod tests {
         for (found, wrong) in [
             ("cycle a/src: x y z\nfunction a::f: 120\n", 0),
             ("cycle a/src: x y\nfunction a::f: 101\n", 0),
-            // More of the same, something new, something gone.
+            // The lists have more of the same, something new, or something that is gone.
             ("cycle a/src: w x\nfunction a::f: 120\n", 1),
             ("cycle a/src: x y\nfunction a::f: 121\n", 1),
             ("cycle a/src: x y\nfunction a::f: 120\nfile b: 700\n", 1),

@@ -1,4 +1,4 @@
-//! [`Source`]: a file of a crate's library or program, parsed.
+//! [`Source`]: a parsed file of a crate's library or program.
 
 use std::path::Path;
 
@@ -6,20 +6,20 @@ use syn::spanned::Spanned;
 
 /// A parsed file.
 pub(super) struct Source {
-    /// Path from the workspace's root.
+    /// The file's path from the workspace's root.
     pub(super) name: String,
     /// Name of the crate's folder.
     pub(super) krate: String,
     /// Module path inside the crate; empty for the root.
     pub(super) module: Vec<String>,
-    /// Lines, in-file tests not counted.
+    /// Number of lines, without in-file tests.
     pub(super) lines: usize,
-    /// What it declares.
+    /// The items that the file declares.
     pub(super) items: Vec<syn::Item>,
 }
 
 impl Source {
-    /// `None` for what is no part of the product: tests, examples, build scripts.
+    /// Parses a file. `None` for a file that is not part of the product: tests, examples, build scripts.
     pub(super) fn parse(name: &Path, text: &str) -> Result<Option<Self>, String> {
         let parts: Vec<&str> = name.iter().filter_map(|p| p.to_str()).collect();
         let Some(src) = parts.iter().position(|p| *p == "src") else {
@@ -52,7 +52,7 @@ impl Source {
     }
 }
 
-/// `#[cfg(test)]`.
+/// Returns true if the item has `#[cfg(test)]`.
 pub(super) fn is_test(item: &syn::Item) -> bool {
     let attributes = match item {
         syn::Item::Mod(m) => &m.attrs,

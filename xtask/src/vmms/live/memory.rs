@@ -1,6 +1,7 @@
-//! All of a guest's memory on both sides of a migration, compared.
+//! Compares all of a guest's memory on both sides of a migration.
 //!
-//! What may differ is what the hypervisor writes by itself, and by the guest's own word where: its MSRs have the addresses.
+//! Only bytes that the hypervisor writes by itself may differ. The guest says where these are: its MSRs have the
+//! addresses.
 
 use std::{
     fs::File,
@@ -12,7 +13,7 @@ use super::qmp::{Qemu, value};
 
 const PAGE: usize = 4096;
 
-/// Bytes that the hypervisor writes.
+/// A range of bytes that the hypervisor writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Area {
     name: String,
@@ -20,7 +21,7 @@ pub(super) struct Area {
     len: u64,
 }
 
-/// What the guest said of them.
+/// Returns the areas that the guest has named.
 pub(super) fn areas(console: &str) -> Vec<Area> {
     let area = |line: &str| {
         let mut words = line.trim().strip_prefix("AREA ")?.split(' ');
@@ -60,7 +61,7 @@ pub(super) fn compare(
     differences(first, second, mem_mib << 20, areas)
 }
 
-/// Names of the areas that differ; an error if anything else does.
+/// Returns the names of the areas that differ. An error says what else differs.
 fn differences(
     first: impl Read,
     second: impl Read,

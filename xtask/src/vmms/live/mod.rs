@@ -1,8 +1,8 @@
 //! Live migration between two processes of an unmodified QEMU, while the guest writes memory.
 //!
-//! The guest checks each page that it writes for what it gave it last, and counts; both consoles together have each number once.
-//! All memory is compared when both machines stand still. `--times N` migrates N times in a row, each target being the next
-//! source, and prints how the downtimes are distributed; `--tcg` times the same with QEMU's own translator.
+//! The guest checks that each page that it writes has what it wrote there last, and counts. Both consoles together have
+//! each number once. All memory is compared when both machines stand still. `--times N` migrates N times in a row, each
+//! target being the next source, and prints the distribution of downtimes; `--tcg` also times QEMU's own translator.
 
 mod memory;
 mod qmp;
@@ -19,21 +19,21 @@ use crate::tool::tool;
 use memory::Area;
 use qmp::{PATIENCE, Qemu, number, value};
 
-/// The program that writes, and what the guest makes of `live` on its command line.
+/// The program that writes memory, and that `live` on the guest's command line starts.
 pub(super) const WRITER: &str = include_str!("writer.c");
 
-/// How the stream gets from one process to the other.
+/// The way of the stream from one process to the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     Unix,
     Tcp,
-    /// `exec:` into a file, and from it when it is complete.
+    /// By `exec:` into a file, and from the file when it is complete.
     File,
-    /// TCP between two network namespaces.
+    /// By TCP between two network namespaces.
     Namespaces,
 }
 
-/// What happens to a first attempt.
+/// What interrupts a first attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Interruption {
     Cancelled,
@@ -44,20 +44,20 @@ enum Interruption {
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     way: Way,
-    /// Of both sides.
+    /// Capabilities of both sides.
     capabilities: &'static [&'static str],
     /// Parameters of the source, as JSON without braces.
     parameters: &'static str,
-    /// MiB that each processor writes, and pages a second (0: as many as it can).
+    /// MiB that each processor writes, and pages per second (0: as many as it can).
     writes: (u32, u32),
     interruption: Option<Interruption>,
-    /// The guest goes on before all its memory has come.
+    /// True if the guest goes on before all of its memory has come.
     is_postcopy: bool,
-    /// The guest has to have been slowed down.
+    /// True if QEMU has to have slowed the guest down.
     is_throttled: bool,
 }
 
-/// QEMU's defaults have guests stand still for up to 300 ms.
+/// Parameters that let a guest stand still for 30 ms, where QEMU's defaults allow 300 ms.
 const QUICK_SWITCH: &str = "\"downtime-limit\":30,\"max-bandwidth\":1000000000";
 
 const PLAN: Plan = Plan {
@@ -82,7 +82,7 @@ pub(super) fn tcp(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
 pub(super) fn file(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     let plan = Plan {
         way: Way::File,
-        // Nobody answers.
+        // The target does not answer.
         capabilities: &[],
         ..PLAN
     };
@@ -103,7 +103,7 @@ pub(super) fn multifd(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     live(setup, arguments, &plan)
 }
 
-/// More is written than can be sent, until QEMU slows the vCPUs down.
+/// Tests a guest that writes more than can be sent, until QEMU slows the vCPUs down.
 pub(super) fn converge(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     let plan = Plan {
         capabilities: &["return-path", "auto-converge"],
@@ -150,28 +150,28 @@ pub(super) fn target_dies(setup: &Setup, arguments: &[&str]) -> Result<(), Strin
     )
 }
 
-/// What a migration took, as the source says.
+/// What a migration took, as the source reports it.
 #[derive(Debug, Clone, Copy)]
 struct Measured {
     downtime_ms: f64,
     total_ms: f64,
     rounds: f64,
-    /// What dirty logging has taken of the vCPUs' time; 0 for QEMU's own translator.
+    /// Milliseconds of the vCPUs' time that dirty logging has taken; 0 with QEMU's own translator.
     stall_ms: f64,
 }
 
-/// More is an error, in the median, where the guest does not write as fast as it can. (A wait for a processor
-/// counts, and 16 times if it falls into a fault that is timed.)
+/// Maximum median of that time, if the guest does not write as fast as it can. (A wait for a processor counts, and 16
+/// times if it falls into a fault that is timed.)
 const STALL_MAX_MS: f64 = 10.0;
 
-/// One chain of machines.
+/// A chain of machines.
 struct Chain<'a> {
     setup: &'a Setup,
     arguments: &'a [&'a str],
     plan: &'a Plan,
-    /// How many machines have been started.
+    /// Number of machines that have been started.
     started: u32,
-    /// What earlier consoles have.
+    /// Output of earlier consoles.
     said: String,
     areas: Vec<Area>,
 }
@@ -190,7 +190,7 @@ fn live(setup: &Setup, arguments: &[&str], plan: &Plan) -> Result<(), String> {
     Ok(())
 }
 
-/// Migrates so many times, and says what it took.
+/// Migrates `times` times, and prints what that took.
 fn chain(setup: &Setup, arguments: &[&str], plan: &Plan, times: u32) -> Result<(), String> {
     let mut chain = Chain {
         setup,
@@ -216,7 +216,7 @@ fn chain(setup: &Setup, arguments: &[&str], plan: &Plan, times: u32) -> Result<(
         let (target, one) = chain.migrate(source).map_err(at)?;
         measured.push(one);
         if times > 1 {
-            // A long chain that is stopped has said what it found.
+            // The line is printed at once, for a long chain that is stopped.
             eprintln!(
                 "  {time}: downtime {} ms, in all {} ms, stalled {:.2} ms",
                 one.downtime_ms, one.total_ms, one.stall_ms
@@ -238,7 +238,7 @@ fn chain(setup: &Setup, arguments: &[&str], plan: &Plan, times: u32) -> Result<(
 }
 
 impl Chain<'_> {
-    /// Starts a machine: the guest itself, or one that waits for it at `incoming`.
+    /// Starts a machine: the guest itself, or one that waits for the guest at `incoming`.
     fn start(&mut self, incoming: Option<&str>) -> Result<Qemu, String> {
         let mut command = self.setup.command(self.arguments);
         let (mib, rate) = self.plan.writes;
@@ -271,7 +271,7 @@ impl Chain<'_> {
         Ok(qemu)
     }
 
-    /// Where the source is to send to, and where the target is to get it from.
+    /// Returns where the source sends to, and where the target gets it from.
     fn uris(&self) -> Result<(String, String), String> {
         let file = self.setup.dir.join(format!("stream-{}", self.started));
         let file = file.display();
@@ -284,7 +284,7 @@ impl Chain<'_> {
         Ok((one.clone(), one))
     }
 
-    /// Migrates; the machine that goes on.
+    /// Migrates. Returns the machine that goes on.
     fn migrate(&mut self, mut source: Qemu) -> Result<(Qemu, Measured), String> {
         let (to, from) = self.uris()?;
         let mut target = None;
@@ -328,7 +328,8 @@ impl Chain<'_> {
         Ok((target, measured))
     }
 
-    /// All memory is the same. QEMU's own translator is only timed: there some migrations lose pages.
+    /// Checks that all memory is the same. QEMU's own translator is only timed, because some of its migrations lose
+    /// pages.
     fn compare(&self, source: &mut Qemu, target: &mut Qemu) -> Result<(), String> {
         let Setup { dir, mem_mib, .. } = self.setup;
         if self.setup.engine.is_none() {
@@ -341,7 +342,7 @@ impl Chain<'_> {
         Ok(())
     }
 
-    /// Milliseconds that dirty logging has taken of the vCPUs' time.
+    /// Returns the milliseconds that dirty logging has taken of the vCPUs' time.
     fn stalled(&self, qemu: &mut Qemu) -> Result<f64, String> {
         if self.setup.engine.is_none() {
             return Ok(0.0);
@@ -349,7 +350,7 @@ impl Chain<'_> {
         Ok(qemu.vcpus_sum("dirty_stall_ns")? / 1e6)
     }
 
-    /// Waits for the source to have sent everything.
+    /// Waits until the source has sent everything.
     fn wait(&self, source: &mut Qemu) -> Result<Measured, String> {
         let begin = Instant::now();
         let (mut throttle, mut is_started) = (0f64, false);
@@ -377,7 +378,7 @@ impl Chain<'_> {
                 "failed" | "cancelled" => {
                     return Err(format!("{}; {}", answer.trim(), source.errors()));
                 }
-                // Once around all memory, most of which nobody writes.
+                // All memory is sent once, most of which nobody writes.
                 "active"
                     if self.plan.is_postcopy
                         && !is_started
@@ -395,11 +396,11 @@ impl Chain<'_> {
         }
     }
 
-    /// A migration that does not succeed; the source goes on as if nothing had been.
+    /// Makes a migration that does not succeed. The source goes on as if nothing had happened.
     fn interrupted(&mut self, source: &mut Qemu, how: Interruption) -> Result<(), String> {
         let (to, from) = self.uris()?;
         let target = self.start(Some(&from))?;
-        // Slow enough to be stopped on its way.
+        // The migration is slow enough to be stopped on its way.
         source.ask("migrate-set-parameters", "{\"max-bandwidth\":5000000}")?;
         source.ask("migrate", &format!("{{\"uri\":\"{to}\"}}"))?;
         wait_for(source, "memory to be sent", |source| {
@@ -434,7 +435,7 @@ impl Chain<'_> {
         Ok(())
     }
 
-    /// Nothing is lost, and all numbers of the ticks are there once.
+    /// Checks that nothing is lost, and that each number of the ticks is there once.
     fn judge(&self, now: &Qemu, at_end: bool) -> Result<(), String> {
         if self.setup.engine.is_none() {
             return Ok(());
@@ -476,7 +477,7 @@ fn wait_for(
     Ok(())
 }
 
-/// A port that is free now.
+/// Returns a port that is free now.
 fn free_port() -> Result<u16, String> {
     let listener = TcpListener::bind("127.0.0.1:0").map_err(|e| e.to_string())?;
     listener
@@ -485,7 +486,7 @@ fn free_port() -> Result<u16, String> {
         .map_err(|e| e.to_string())
 }
 
-/// Median, 90 %, 99 % and most.
+/// Returns median, 90th and 99th percentile, and maximum.
 fn spread(measured: &[Measured], of: fn(&Measured) -> f64) -> [f64; 4] {
     let mut values: Vec<f64> = measured.iter().map(of).collect();
     values.sort_by(f64::total_cmp);
@@ -532,17 +533,17 @@ const TARGET: &str = "anykvm-target";
 const SOURCE_IP: &str = "192.0.2.1";
 const TARGET_IP: &str = "192.0.2.2";
 
-/// Two network namespaces with a wire between them.
+/// Two network namespaces, and a wire between them.
 struct Namespaces;
 
 impl Namespaces {
     fn new() -> Result<Self, String> {
         let ip = |line: &str| tool(Command::new("ip").args(line.split(' ')));
-        // A leftover of a run that was killed.
+        // A run that was killed may have left its namespaces.
         drop(Self);
         let add = |name: &str| ip(&format!("netns add {name}"));
         add(SOURCE).map_err(|e| format!("namespaces need root and CAP_SYS_ADMIN: {e}"))?;
-        // From here on there is something to be taken away.
+        // From here on, dropping this removes the namespaces.
         let this = Self;
         add(TARGET)?;
         ip(&format!(
@@ -559,13 +560,13 @@ impl Namespaces {
 impl Drop for Namespaces {
     fn drop(&mut self) {
         for name in [SOURCE, TARGET] {
-            // It may not be there.
+            // The namespace may not exist.
             let _ = tool(Command::new("ip").args(["netns", "delete", name]));
         }
     }
 }
 
-/// The same command within a network namespace.
+/// Returns the same command in a network namespace.
 fn within(namespace: &str, command: &Command) -> Command {
     let mut out = Command::new("ip");
     out.args(["netns", "exec", namespace]);

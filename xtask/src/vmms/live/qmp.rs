@@ -1,4 +1,4 @@
-//! A QEMU that is driven by its machine protocol (QMP): a line of JSON each way, and events between.
+//! Drives a QEMU by its machine protocol (QMP): lines of JSON in both directions, and events between.
 
 use std::{
     fs,
@@ -9,29 +9,29 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long anything may take.
+/// How long each step may take.
 pub(super) const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A QEMU; it is killed with its value.
+/// A QEMU process, which is killed when this is dropped.
 pub(super) struct Qemu {
     child: Child,
     lines: BufReader<UnixStream>,
     socket: UnixStream,
-    /// What the guest writes to its serial port.
+    /// The file with what the guest writes to its serial port.
     pub(super) console: PathBuf,
     errors: PathBuf,
 }
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 impl Qemu {
-    /// Starts it with its files in `dir`, which are called by `name`.
+    /// Starts QEMU. Its files are in `dir`, and their names begin with `name`.
     pub(super) fn start(mut command: Command, dir: &Path, name: &str) -> Result<Self, String> {
         let file = |kind: &str| dir.join(format!("{name}.{kind}"));
         let (path, console, errors) = (file("qmp"), file("console"), file("errors"));
@@ -81,12 +81,12 @@ impl Qemu {
         }
     }
 
-    /// What it says itself.
+    /// Returns what QEMU itself has printed.
     pub(super) fn errors(&self) -> String {
         fs::read_to_string(&self.errors).unwrap_or_default()
     }
 
-    /// A command with its arguments; the line that answers it.
+    /// Sends a command with its arguments. Returns the line that answers it.
     pub(super) fn ask(&mut self, command: &str, arguments: &str) -> Result<String, String> {
         let line = format!("{{\"execute\":\"{command}\",\"arguments\":{arguments}}}\n");
         self.socket
@@ -103,13 +103,13 @@ impl Qemu {
         }
     }
 
-    /// The status of the machine: running, postmigrate and so on.
+    /// Returns the status of the machine: running, postmigrate and so on.
     pub(super) fn status(&mut self) -> Result<String, String> {
         let answer = self.ask("query-status", "{}")?;
         Ok(value(&answer, "status").unwrap_or_default().to_owned())
     }
 
-    /// Sum of a statistic of all vCPUs (KVM_GET_STATS_FD).
+    /// Returns the sum of a statistic over all vCPUs (KVM_GET_STATS_FD).
     pub(super) fn vcpus_sum(&mut self, name: &str) -> Result<f64, String> {
         let arguments = format!(
             "{{\"target\":\"vcpu\",\"providers\":[{{\"provider\":\"kvm\",\"names\":[\"{name}\"]}}]}}"
@@ -118,16 +118,16 @@ impl Qemu {
         sum(&answer).ok_or(format!("no {name} in {}", answer.trim()))
     }
 
-    /// The last of the guest's ticks.
+    /// Returns the guest's last tick.
     pub(super) fn last_tick(&self) -> Option<u64> {
         let bytes = fs::read(&self.console).unwrap_or_default();
         let text = String::from_utf8_lossy(&bytes);
-        // What has no end yet is no number.
+        // A line without an end is not a whole number.
         let (whole, _) = text.rsplit_once('\n')?;
         whole.lines().rev().find_map(tick)
     }
 
-    /// Waits until the guest has counted so far.
+    /// Waits until the guest has counted to `number`.
     pub(super) fn wait_for_tick(&mut self, number: u64) -> Result<(), String> {
         let begin = Instant::now();
         while self.last_tick().is_none_or(|last| last < number) {
@@ -146,10 +146,10 @@ impl Qemu {
         Ok(())
     }
 
-    /// Ends it at once, as a crash would.
+    /// Kills the process, as a crash would.
     pub(super) fn kill(self) {}
 
-    /// Lets it end.
+    /// Lets the process end.
     pub(super) fn quit(mut self) -> Result<(), String> {
         self.ask("quit", "{}")?;
         let status = self.child.wait().map_err(|e| e.to_string())?;
@@ -161,12 +161,12 @@ impl Qemu {
     }
 }
 
-/// The number of a line of the guest's.
+/// Returns the number in a line of the guest.
 pub(super) fn tick(line: &str) -> Option<u64> {
     line.trim().strip_prefix("tick ")?.parse().ok()
 }
 
-/// The word behind `"key":`, without its quotes.
+/// Returns the word behind `"key":`, without its quotes.
 pub(super) fn value<'a>(line: &'a str, key: &str) -> Option<&'a str> {
     let (_, rest) = line.split_once(&format!("\"{key}\":"))?;
     let rest = rest.trim_start();
@@ -174,7 +174,7 @@ pub(super) fn value<'a>(line: &'a str, key: &str) -> Option<&'a str> {
     Some(rest.get(..end)?.trim_matches('"'))
 }
 
-/// Sum of what `"value":` is each time; none if it never is.
+/// Returns the sum of all words behind `"value":`. `None` if there is none.
 fn sum(line: &str) -> Option<f64> {
     let ends: Vec<usize> = line.match_indices("\"value\":").map(|(at, _)| at).collect();
     let values = ends.iter().map(|at| number(line.get(*at..)?, "value"));
@@ -182,7 +182,7 @@ fn sum(line: &str) -> Option<f64> {
     values.filter(|v| !v.is_empty()).map(|v| v.iter().sum())
 }
 
-/// The same as a number.
+/// Returns the word behind `"key":` as a number.
 pub(super) fn number(line: &str, key: &str) -> Option<f64> {
     value(line, key)?.parse().ok()
 }

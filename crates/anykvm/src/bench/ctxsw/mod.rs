@@ -1,8 +1,8 @@
-//! `anykvm bench ctxsw`: what it costs to go from process to process.
+//! `anykvm bench ctxsw`: measures what it costs to switch from process to process.
 //!
-//! The rows of the first paravirtual KVM's table (2007: a switch between two tasks, and
-//! hackbench), and rings of more processes than an operating system has PCIDs for. In guests
-//! with PCIDs, without, and with the kernel's and user's tables apart.
+//! The rows are those of the first paravirtual KVM's table (2007: a switch between two tasks, and hackbench), and rings
+//! of more processes than an operating system has PCIDs for. They run in guests with PCIDs, without, and with separate
+//! tables of the kernel and the user.
 
 mod roots;
 mod table;
@@ -15,7 +15,7 @@ use super::{is_plausible, note};
 use crate::cli::BenchArgs;
 use crate::error::BootError;
 
-/// Name, and the command after the program's name.
+/// Each row's name, and the command after the program's name.
 const ROWS: [(&str, &str); 10] = [
     ("ring-2", "ring-2"),
     ("ring-5", "ring-5"),
@@ -32,7 +32,7 @@ const ROWS: [(&str, &str); 10] = [
 /// The rows of a guest without a kernel.
 const BARE: &str = "roots";
 
-/// Guests: name, and words for the kernel.
+/// Each guest's name, and words for the kernel.
 const KINDS: [(&str, &str); 4] = [
     ("pcid", ""),
     ("nopcid", "nopcid"),
@@ -40,10 +40,10 @@ const KINDS: [(&str, &str); 4] = [
     ("pti nopcid", "pti=on nopcid"),
 ];
 
-/// The column of a guest whose kernel has address spaces kept.
+/// The column of a guest whose kernel has a module that keeps address spaces.
 const MODULE: &str = "nopcid and module";
 
-/// The counters that are shown for each switch.
+/// The counters that are shown per switch.
 const COUNTERS: [&str; 4] = [
     "page_walks",
     "tlb_l1_misses",
@@ -51,7 +51,7 @@ const COUNTERS: [&str; 4] = [
     "fetch_tlb_misses",
 ];
 
-/// A column.
+/// A column of the table.
 #[derive(Debug)]
 struct Column {
     name: String,
@@ -64,12 +64,12 @@ struct Column {
     cells: Vec<Cell>,
 }
 
-/// What a row is in a column.
+/// The figures of a row in a column.
 #[derive(Clone, Debug, Default)]
 struct Cell {
-    /// Microseconds a switch, a call or a run, in the order of the rounds.
+    /// Microseconds per switch, call or run, in the order of the rounds.
     us: Vec<f64>,
-    /// [`COUNTERS`] a switch, of the last round.
+    /// [`COUNTERS`] per switch, in the last round.
     counted: Option<[f64; COUNTERS.len()]>,
 }
 
@@ -175,7 +175,7 @@ fn columns(args: &BenchArgs) -> Vec<Column> {
 }
 
 impl Column {
-    /// What the table calls it.
+    /// Returns the column's title in the table.
     fn title(&self) -> String {
         match self.cpus {
             1 => self.name.clone(),
@@ -183,7 +183,7 @@ impl Column {
         }
     }
 
-    /// Takes a run's lines, and the counters printed before and after each.
+    /// Adds a run's lines, with the counters printed before and after each.
     fn add(&mut self, run: &Run, rows: &[usize]) -> Result<(), BootError> {
         let counted: Vec<[f64; COUNTERS.len()]> = run.errors.lines().filter_map(counters).collect();
         for (place, row) in rows.iter().enumerate() {
@@ -199,7 +199,7 @@ impl Column {
             let count = count.max(1) as f64;
             let cell = &mut self.cells[*row];
             cell.us.push(sample.ns as f64 / 1e3 / count);
-            // A line of each vCPU before, and one after.
+            // Each vCPU has printed a line before, and one after.
             let cpus = self.cpus as usize;
             if counted.len() == 2 * cpus * rows.len() {
                 let sum = |at: usize, n: usize| {
@@ -214,7 +214,7 @@ impl Column {
     }
 }
 
-/// A line `counted name=value …`.
+/// Reads a line `counted name=value …`.
 fn counters(line: &str) -> Option<[f64; COUNTERS.len()]> {
     let words = line.strip_prefix("counted ")?;
     let value = |name: &str| {

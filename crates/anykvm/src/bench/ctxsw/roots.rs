@@ -1,5 +1,5 @@
-//! A guest without a kernel that goes from root to root: with the cache of roots that it shares with
-//! the hypervisor, and without (docs/paravirt.md).
+//! A guest without a kernel that goes from root to root: with the cache of roots that it shares with the hypervisor,
+//! and without it (docs/paravirt.md).
 
 use std::time::Instant;
 
@@ -11,30 +11,30 @@ use crate::bench::bare::{Bare, Mode};
 use crate::bench::report::{self, Verdict};
 use crate::error::BootError;
 
-/// Roots that take turns.
+/// Numbers of roots that take turns.
 const TURNS: [u64; 5] = [2, 5, 10, 40, 100];
-/// Pages of its own that each writes to.
+/// Number of pages of its own that each root has and writes to.
 const PAGES: u64 = 16;
 const ROUNDS: u32 = 100;
 const RUNS: u32 = 40;
-/// Where they are, and where their roots.
+/// Address of the roots' pages, and of the list of roots.
 const WINDOW: u64 = 0x20_0000;
 const LIST: u64 = 0x8000;
 const AREA: u64 = 0x9000;
 const ROOTS: u64 = 0x20_0000;
-/// Four tables and the pages.
+/// Size of a root's four tables and its pages, in bytes.
 const SIZE: u64 = (4 + PAGES) << 12;
 const RAM: u64 = ROOTS + 100 * SIZE;
 const MSR: u32 = 0x616b_0001;
 const KEEP: u64 = 1 << 63;
 /// CR4.PGE.
 const PGE: u64 = 1 << 7;
-/// Two tasks in 2007, in microseconds: KVM without its cache of roots, and with it.
+/// Microseconds of a switch between two tasks in 2007: KVM without its cache of roots, and with it.
 const SOURCE: [f64; 2] = [6.36, 1.60];
-/// What a switch may take with the cache, as part of what it takes without.
+/// Maximum of what a switch may take with the cache, as a part of what it takes without it.
 const BAR: f64 = 0.5;
 
-/// The table.
+/// Measures the switches. Returns the table.
 pub(super) fn measure(verdict: &mut Verdict) -> Result<String, BootError> {
     let head = [
         "roots, without a kernel",
@@ -60,7 +60,8 @@ pub(super) fn measure(verdict: &mut Verdict) -> Result<String, BootError> {
     Ok(report::aligned(&lines))
 }
 
-/// `mov esi, roots; mov ecx, ROUNDS; for each, ROUNDS times: mov cr3, [LIST + …]; inc byte [page] …; out 0x80, al`
+/// Returns the code: `mov esi, roots; mov ecx, ROUNDS; for each, ROUNDS times: mov cr3, [LIST + …]; inc byte [page] …;
+/// out 0x80, al`
 fn code(roots: u64) -> Vec<u8> {
     let mut code = vec![0xbe];
     code.extend((roots as u32).to_le_bytes());
@@ -90,7 +91,7 @@ fn code(roots: u64) -> Vec<u8> {
     code
 }
 
-/// Microseconds and page walks of a switch.
+/// Returns microseconds and page walks per switch.
 fn turns(roots: u64, is_cached: bool) -> Result<(f64, f64), BootError> {
     let Bare {
         mut vcpu,
@@ -117,7 +118,7 @@ fn turns(roots: u64, is_cached: bool) -> Result<(f64, f64), BootError> {
     vcpu.set_sregs(&sregs)
         .map_err(BootError::kvm("KVM_SET_SREGS"))?;
     if is_cached {
-        // Versions, a page's bytes, entries.
+        // The area has versions, the size of a page in bytes, and entries.
         put(AREA, 1)?;
         put(AREA + 8, 0x1000 | 128 << 32)?;
         let entry = kvm_msr_entry {

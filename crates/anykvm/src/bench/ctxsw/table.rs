@@ -1,4 +1,4 @@
-//! The figures as tables and as bars, and the bars that they have to meet.
+//! Shows the figures as tables and as bars, and compares them with the bars that they have to meet.
 
 use super::{COUNTERS, Cell, Column, ROWS};
 use crate::bench::machines::Machine;
@@ -19,7 +19,7 @@ pub(super) const SCALE: Scale = Scale {
     decades: 4,
 };
 
-/// Times as they are, then as multiples of the native ones, then the counters, then the source.
+/// Returns the tables: times, then multiples of the native times, then the counters, then the source's figures.
 pub(super) fn print(columns: &[Column], rows: &[usize]) -> String {
     let head = |what: &str| {
         let names = columns.iter().map(Column::title);
@@ -81,19 +81,19 @@ pub(super) fn print(columns: &[Column], rows: &[usize]) -> String {
     text + &aligned(&source)
 }
 
-/// The host on as many processors.
+/// Returns the host's column with as many processors.
 fn native_of<'a>(columns: &'a [Column], column: &Column) -> Option<&'a Column> {
     let is_it = |c: &&Column| c.machine == Machine::Native && c.cpus == column.cpus;
     columns.iter().find(is_it)
 }
 
-/// Median of the ratios within a round.
+/// Returns the median of the ratios within a round.
 fn over(this: &Cell, that: &Cell) -> Option<f64> {
     let ratios: Vec<f64> = this.us.iter().zip(&that.us).map(|(a, b)| a / b).collect();
     median(&ratios)
 }
 
-/// A bar for each cell, the source's switches at the end.
+/// Returns a bar for each cell, and the source's switches at the end.
 pub(super) fn bars(columns: &[Column], rows: &[usize]) -> Vec<Bar> {
     let mut bars = Vec::new();
     for row in rows
@@ -117,7 +117,7 @@ pub(super) fn bars(columns: &[Column], rows: &[usize]) -> Vec<Bar> {
     bars
 }
 
-/// Row, column, the column that it is compared with, and how many times that it may take.
+/// A row, a column, the column that it is compared with, and the maximum multiple of that.
 const BARS: [(&str, &str, &str, f64); 19] = [
     ("ring-2", "pcid", "native", 1.3),
     ("ring-10", "pcid", "native", 1.5),
@@ -140,7 +140,7 @@ const BARS: [(&str, &str, &str, f64); 19] = [
     ("hackbench-5", "pti nopcid", "TCG pti", 1.0),
 ];
 
-/// Bars hold for the first way of keeping translations that was asked for.
+/// Checks the bars, for the first way of keeping translations that was asked for.
 pub(super) fn check(columns: &[Column], verdict: &mut Verdict) {
     for (row, ours, theirs, bar) in BARS {
         let Some(row) = ROWS.iter().position(|(name, _)| *name == row) else {
@@ -148,7 +148,7 @@ pub(super) fn check(columns: &[Column], verdict: &mut Verdict) {
         };
         let mut seen = Vec::new();
         for cpus in columns.iter().map(|c| c.cpus) {
-            // Switches are those of one processor.
+            // The bars of switches are for guests with one processor.
             let is_told = cpus == 1 || ROWS[row].0.starts_with("hackbench");
             if seen.contains(&cpus) || !is_told {
                 continue;
@@ -209,7 +209,7 @@ mod tests {
         let columns = [column("native", 1.0), column("pcid, auto", 2.0)];
         let mut verdict = Verdict::default();
         check(&columns, &mut verdict);
-        // Two tasks and three rings; hackbench is just quick enough.
+        // Two tasks and three rings miss their bars; hackbench is just quick enough.
         assert_eq!(verdict.missed.len(), 4, "{:?}", verdict.missed);
         let text = print(&columns, &[0]);
         assert!(text.contains("ring-2") && text.contains("53.01"), "{text}");

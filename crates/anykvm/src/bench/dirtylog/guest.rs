@@ -1,4 +1,4 @@
-//! A guest of several vCPUs that write memory, and the ways to harvest what they wrote.
+//! A guest of several vCPUs that write memory, and the ways to harvest the pages that they wrote.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,17 +17,17 @@ use crate::error::BootError;
 use crate::lock::lock;
 use crate::memory::GuestMemory;
 
-/// The first slot: code, tables, what vCPUs count.
+/// Size of the first slot, which has the code, the tables and the vCPUs' counts.
 const SMALL: u64 = 2 << 20;
 const CODE: u64 = 0x1000;
 const TABLES: u64 = 0x2000;
 const COUNTS: u64 = 0x10000;
-/// The slot that is logged, at this address and number.
+/// Address and number of the slot that is logged.
 pub(super) const AREA: u64 = 1 << 30;
 pub(super) const SLOT: u32 = 1;
 const PAGE: u64 = 4096;
 
-/// Random pages of a share of the area, each write's time in a histogram:
+/// Code that writes random pages of a share of the area, and counts each write's time in a histogram:
 ///
 /// ```text
 /// 1: imul rbx, r9; add rbx, 0x3039; mov r12, rbx; shr r12, 33; and r12, rsi; shl r12, 12; rdtsc; shl rdx, 32; or rax, rdx;
@@ -42,7 +42,7 @@ pub(super) const RANDOM: &[u8] = &[
     0x40, 0x48, 0x3b, 0x45, 8, 0x76, 4, 0x48, 0x89, 0x45, 8, 0x48, 0xff, 0x45, 0, 0xeb, 0xae,
 ];
 
-/// Each page of a share in turn, then an exit:
+/// Code that writes each page of a share in turn, and then exits:
 ///
 /// ```text
 /// 1: xor r12, r12; 2: mov rax, r12; shl rax, 12; mov [rdi+rax], r12; inc r12; cmp r12, rsi; jbe 2b; out 0x80, al; jmp 1b
@@ -52,7 +52,7 @@ pub(super) const PASS: &[u8] = &[
     0xc4, 0x49, 0x39, 0xf4, 0x76, 0xed, 0xe6, 0x80, 0xeb, 0xe6,
 ];
 
-/// Computes, and writes a page now and then:
+/// Code that computes, and writes a page now and then:
 ///
 /// ```text
 /// 1: mov ecx, 64; 3: imul rbx, r9; add rbx, 0x3039; dec ecx; jnz 3b; inc r12; and r12, rsi; mov rax, r12; shl rax, 12;
@@ -64,39 +64,39 @@ pub(super) const COMPUTE: &[u8] = &[
     0x89, 0x1c, 0x07, 0x48, 0xff, 0x45, 0, 0xeb, 0xd5,
 ];
 
-/// How dirty pages are told.
+/// The way to harvest dirty pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Method {
-    /// KVM_GET_DIRTY_LOG, which protects anew.
+    /// KVM_GET_DIRTY_LOG, which also protects the pages again.
     Bitmap,
     /// KVM_GET_DIRTY_LOG and KVM_CLEAR_DIRTY_LOG.
     Manual,
-    /// The same, where all pages are dirty at first.
+    /// KVM_GET_DIRTY_LOG and KVM_CLEAR_DIRTY_LOG, with all pages dirty at first.
     AllSet,
-    /// Rings of so many entries.
+    /// Dirty rings of so many entries.
     Ring(u32),
 }
 
-/// What one vCPU has written.
+/// The writes of one vCPU.
 #[derive(Clone, Debug)]
 pub(super) struct Counts {
     pub(super) writes: u64,
-    /// Of one write, in TSC cycles.
+    /// TSC cycles of the longest write.
     pub(super) longest: u64,
-    /// By the logarithm of cycles.
+    /// Number of writes by the logarithm of their cycles.
     pub(super) histogram: [u64; 64],
-    /// Writes from the start of the threads to their end, and nanoseconds that they had a processor for.
+    /// Number of writes from the start of the threads to their end, and nanoseconds of processor time.
     whole: (u64, u64),
 }
 
 impl Counts {
-    /// Writes in a second of the processor's time: what else runs on the machine matters little.
+    /// Returns writes per second of processor time, which other load on the machine affects little.
     pub(super) fn rate(&self) -> f64 {
         let (writes, ns) = self.whole;
         writes as f64 / (ns as f64 / 1e9)
     }
 
-    /// Writes from the start of the threads to their end, and nanoseconds of the processor's.
+    /// Returns the number of writes from the start of the threads to their end, and nanoseconds of processor time.
     pub(super) fn whole(&self) -> (u64, u64) {
         self.whole
     }
@@ -124,11 +124,11 @@ pub(super) struct Guest {
     is_over: AtomicBool,
     found: AtomicU64,
     harvests: AtomicU64,
-    /// Nanoseconds of the processor's that vCPUs' threads spent on full rings.
+    /// Nanoseconds of processor time that vCPUs' threads have spent on full rings.
     making_room_ns: AtomicU64,
 }
 
-/// What harvests have come to so far.
+/// The sums of all harvests so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Found {
     pub(super) pages: u64,
@@ -137,7 +137,8 @@ pub(super) struct Found {
 }
 
 impl Guest {
-    /// `bytes` of logged memory, of which each vCPU writes a share of `share` pages (a power of two).
+    /// Makes a guest with `bytes` of logged memory, of which each vCPU writes a share of `share` pages (a power of
+    /// two).
     pub(super) fn new(
         method: Method,
         code: &[u8],
@@ -175,13 +176,13 @@ impl Guest {
             mib: bytes >> 20,
             reason: e.to_string(),
         })?;
-        // A slot's memory stays: a few guests are made in all.
+        // A slot's memory is never unmapped, as only a few guests are made.
         let memory: &'static GuestMemory = Box::leak(Box::new(memory));
         write_tables(memory, code)?;
         vm.set_static_memory(memory)
             .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
-        // The host's first fault in a huge page may take milliseconds, which is not what is measured. Huge pages, which VMMs ask for,
-        // are asked for by now.
+        // The host's first fault in a huge page may take milliseconds, which are not to be measured. Huge pages have
+        // been asked for before, as VMMs do.
         for page in 0..vcpus * share {
             memory
                 .write_obj(0u8, GuestAddress(AREA + page * PAGE))
@@ -228,7 +229,7 @@ impl Guest {
             .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))
     }
 
-    /// The bitmap, as it is read.
+    /// Returns the bitmap as it is read.
     pub(super) fn bitmap(&self) -> Result<Vec<u64>, BootError> {
         let bytes = usize::try_from(self.pages * PAGE).unwrap_or(usize::MAX);
         self.vm
@@ -236,14 +237,14 @@ impl Guest {
             .map_err(BootError::kvm("KVM_GET_DIRTY_LOG"))
     }
 
-    /// Clears what `mask` has.
+    /// Clears the pages of `mask`.
     pub(super) fn clear(&self, mask: &[u64]) -> Result<(), BootError> {
         self.vm
             .clear_dirty_log(SLOT, 0, self.pages, mask)
             .map_err(BootError::kvm("KVM_CLEAR_DIRTY_LOG"))
     }
 
-    /// One harvest, after which all is clean; how many pages were not.
+    /// Harvests once, after which all pages are clean. Returns how many were dirty.
     pub(super) fn harvest(&self) -> Result<u64, BootError> {
         let count = self.harvest_once()?;
         self.found.fetch_add(count, Ordering::Relaxed);
@@ -251,7 +252,7 @@ impl Guest {
         Ok(count)
     }
 
-    /// What harvests have come to since the guest was made.
+    /// Returns the sums of all harvests since the guest was made.
     pub(super) fn found(&self) -> Found {
         Found {
             pages: self.found.load(Ordering::Relaxed),
@@ -277,7 +278,7 @@ impl Guest {
         Ok(count)
     }
 
-    /// What a vCPU has counted.
+    /// Returns the counts of a vCPU.
     pub(super) fn counts(&self, vcpu: u64) -> Result<Counts, BootError> {
         let read = |at: u64| {
             self.memory
@@ -306,7 +307,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Lets the vCPUs run for a while, and calls `meanwhile` until it is over; the sum of what they counted then.
+    /// Lets the vCPUs run for a while, and calls `meanwhile` until it is over. Returns the sum of their counts.
     pub(super) fn run(
         &mut self,
         time: Duration,
@@ -325,7 +326,7 @@ impl Guest {
                 .iter_mut()
                 .map(|vcpu| scope.spawn(move || this.vcpu(vcpu)))
                 .collect();
-            // Until all of them run.
+            // This waits until all of them run.
             thread::sleep(time / 4);
             let before = this.sum(stoppers.len()).map(|counts| counts.writes);
             let result = this.forget().and_then(|()| meanwhile(this));
@@ -371,7 +372,7 @@ impl Guest {
         Ok(sum)
     }
 
-    /// Runs a vCPU until it is stopped; makes room in full rings. Nanoseconds that it had a processor for.
+    /// Runs a vCPU until it is stopped, and makes room in full rings. Returns nanoseconds of processor time.
     fn vcpu(&self, vcpu: &mut VcpuFd) -> Result<u64, BootError> {
         let begin = host::clock::thread_cpu_ns();
         loop {
@@ -386,7 +387,7 @@ impl Guest {
                     return Err(BootError::NoImage(format!("unexpected exit: {exit:?}")));
                 }
                 Err(error) if error.errno() == rustix::io::Errno::INTR.raw_os_error() => {
-                    // Otherwise it is left over from the last time.
+                    // Otherwise the exit is left over from the last time.
                     if self.is_over.load(Ordering::Relaxed) {
                         return Ok(host::clock::thread_cpu_ns() - begin);
                     }
@@ -417,7 +418,7 @@ impl Guest {
     }
 }
 
-/// Page tables: the small slot as it is, the area by pages of 1 GiB; and the code.
+/// Writes page tables, which map the small slot to itself and the area by pages of 1 GiB; and the code.
 fn write_tables(memory: &GuestMemory, code: &[u8]) -> Result<(), BootError> {
     let write = |at: u64, value: u64| {
         memory
@@ -436,7 +437,7 @@ fn write_tables(memory: &GuestMemory, code: &[u8]) -> Result<(), BootError> {
         .map_err(BootError::guest("code"))
 }
 
-/// Long mode, at the code.
+/// Sets a vCPU to long mode, at the begin of the code.
 fn start(vcpu: &VcpuFd, id: u64, share: u64) -> Result<(), BootError> {
     let mut s = vcpu.get_sregs().map_err(BootError::kvm("KVM_GET_SREGS"))?;
     let flat = |segment: &mut kvm_segment| {
@@ -462,7 +463,7 @@ fn start(vcpu: &VcpuFd, id: u64, share: u64) -> Result<(), BootError> {
         rsi: share - 1,
         rbp: COUNTS + id * PAGE,
         rbx: 88_172_645_463_325_252 + id,
-        // Knuth's MMIX generator.
+        // The multiplier of Knuth's MMIX generator.
         r9: 6_364_136_223_846_793_005,
         ..Default::default()
     };

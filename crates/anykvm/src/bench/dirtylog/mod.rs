@@ -1,8 +1,9 @@
-//! `anykvm bench dirtylog`: what it costs to learn which pages a guest has written, and what it costs the guest.
+//! `anykvm bench dirtylog`: measures what it costs to learn which pages a guest has written, and what that costs the
+//! guest.
 //!
-//! The experiment is Xiao Guangrong's of 2013, whose figures are printed beside ours: KVM_GET_DIRTY_LOG while vCPUs write, with the
-//! lock that their faults need and without. Where the engine has several ways, ANYKVM_DIRTY chooses one for the whole run, and the
-//! table says which.
+//! The experiment is Xiao Guangrong's of 2013, whose figures are printed beside ours: KVM_GET_DIRTY_LOG while vCPUs
+//! write, with and without the lock that their faults need. If the engine has several ways, ANYKVM_DIRTY chooses one
+//! for the whole run, and the table names it.
 
 mod guest;
 
@@ -15,25 +16,25 @@ use crate::cli::BenchArgs;
 use crate::error::BootError;
 use guest::{COMPUTE, Counts, Guest, Method, PASS, RANDOM};
 
-/// Pages that all vCPUs together write: 256 MiB.
+/// Number of pages that all vCPUs together write: 256 MiB.
 const PAGES: u64 = 65_536;
 const PAGE: u64 = 4096;
-/// The sparse slot.
+/// Size of the sparse slot in bytes.
 const SPARSE: u64 = 64 << 30;
-/// Pages of the small working set.
+/// Number of pages of the small working set.
 const FEW: u64 = 1024;
-/// How often a live migration looks, roughly.
+/// Time between two harvests, about that of a live migration.
 const PERIOD: Duration = Duration::from_millis(100);
-/// Harvests that are averaged, as in the source.
+/// Number of harvests that are averaged, as in the source.
 const HARVESTS: u32 = 10;
 /// Nanoseconds of one KVM_GET_DIRTY_LOG, before and after (source 3).
 const SOURCE_NS: [f64; 2] = [9_009_483.0, 4_807_343.0];
-/// Fifths of a second that a guest may take to be warm.
+/// Maximum time that a guest may take to be warm, in fifths of a second.
 const WARM_UP: u32 = 50;
-/// Repetitions of single calls, of which the best counts.
+/// Number of repetitions of single calls, of which the best counts.
 const TRIES: u32 = 7;
 
-/// What `--only` may name.
+/// The parts that `--only` may name.
 pub(super) const PARTS: [&str; 7] = [
     "source",
     "source-once",
@@ -43,7 +44,7 @@ pub(super) const PARTS: [&str; 7] = [
     "sparse",
     "slowdown",
 ];
-/// One of them.
+/// The function of a part.
 type Part<'a> = &'a mut dyn FnMut(&mut Verdict) -> Result<String, BootError>;
 
 const METHODS: [(&str, Method); 4] = [
@@ -53,7 +54,7 @@ const METHODS: [(&str, Method); 4] = [
     ("ring of 4096", Method::Ring(4096)),
 ];
 
-/// The suite.
+/// Runs the suite.
 pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, BootError> {
     let variant = std::env::var("ANYKVM_DIRTY").unwrap_or_else(|_| "default".to_owned());
     let mut text = format!("dirty log: {variant}\n");
@@ -75,7 +76,7 @@ pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, Boo
         &mut slowdown,
     ];
     for (name, part) in PARTS.into_iter().zip(parts) {
-        // One is what the part before it starts.
+        // The part before this one starts it, so it only runs if it is named.
         let is_wanted = args.only.is_empty() && name != "source-once";
         if is_wanted || args.only.iter().any(|only| only == name) {
             text += &part(verdict)?;
@@ -93,7 +94,8 @@ pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, Boo
     Ok(text)
 }
 
-/// The source's measure by each way of harvesting, each in a process of its own: KVM_GET_DIRTY_LOG while vCPUs write.
+/// Measures KVM_GET_DIRTY_LOG while vCPUs write, as the source does, by each way of harvesting. Each way has a process
+/// of its own.
 fn source(verdict: &mut Verdict) -> Result<String, BootError> {
     const ROUNDS: u32 = 3;
     let program = std::env::current_exe().map_err(BootError::host("no program"))?;
@@ -134,10 +136,10 @@ fn source(verdict: &mut Verdict) -> Result<String, BootError> {
     Ok(report::aligned(&lines))
 }
 
-/// What [`source_once`] begins its answer with.
+/// The begin of the answer of [`source_once`].
 const MEASURE: &str = "one harvest, µs:";
 
-/// By the way that this process has.
+/// Measures the same by this process's way of harvesting.
 fn source_once(_: &mut Verdict) -> Result<String, BootError> {
     let mut guest = Guest::new(Method::Bitmap, RANDOM, 2, PAGES * PAGE, PAGES / 2)?;
     let mut best = f64::INFINITY;
@@ -147,20 +149,20 @@ fn source_once(_: &mut Verdict) -> Result<String, BootError> {
     Ok(format!("{MEASURE} {best:.0}"))
 }
 
-/// What harvesting while vCPUs write came to.
+/// The figures of harvests while vCPUs write.
 struct Harvests {
     ns: f64,
     pages: u64,
     counts: Counts,
-    /// Writes in a second of the vCPUs' time.
+    /// Writes per second of the vCPUs' processor time.
     rate: f64,
 }
 
-/// Harvests so often, and lets the guest run for `pause` before each.
+/// Harvests `times` times, and lets the guest run for `pause` before each.
 fn harvest(guest: &mut Guest, pause: Duration, times: u32) -> Result<Harvests, BootError> {
     let (mut spent, mut pages) = (Duration::ZERO, 0);
     guest.log(true)?;
-    // The first finds all pages that were ever written.
+    // The first harvest finds all pages that were ever written.
     guest.harvest()?;
     let counts = guest.run(PERIOD, |guest| {
         for _ in 0..times {
@@ -180,7 +182,7 @@ fn harvest(guest: &mut Guest, pause: Duration, times: u32) -> Result<Harvests, B
     })
 }
 
-/// Harvests beside 1, 2 and 4 writing vCPUs.
+/// Measures harvests beside 1, 2 and 4 vCPUs that write.
 fn harvests(verdict: &mut Verdict, bars: &mut Vec<Bar>) -> Result<String, BootError> {
     let head = [
         "harvests beside writers of 256 MiB",
@@ -201,7 +203,7 @@ fn harvests(verdict: &mut Verdict, bars: &mut Vec<Bar>) -> Result<String, BootEr
         let mut bitmap_writes = None;
         for (name, method) in METHODS {
             let mut guest = Guest::new(method, RANDOM, vcpus, PAGES * PAGE, PAGES / vcpus)?;
-            // Until all is translated and every part of the memory has been written.
+            // The guest runs until all code is translated and every part of the memory has been written.
             for _ in 0..WARM_UP {
                 let counts = guest.run(PERIOD, |_| {
                     thread::sleep(PERIOD * 2);
@@ -258,8 +260,8 @@ fn harvests(verdict: &mut Verdict, bars: &mut Vec<Bar>) -> Result<String, BootEr
     Ok(report::aligned(&lines))
 }
 
-/// Where the time goes of a writer that outruns its ring, beside one whose bitmap is harvested as often as a live migration does it, and
-/// one whose bitmap is harvested as often as the ring has to be.
+/// Measures where the time goes of a writer that outruns its ring. Beside it is one whose bitmap is harvested as often
+/// as a live migration does, and one whose bitmap is harvested as often as the ring has to be.
 fn outrun(_: &mut Verdict) -> Result<String, BootError> {
     let head = [
         "random writes over 256 MiB, one vCPU; of the processor's time",
@@ -331,7 +333,7 @@ fn outrun(_: &mut Verdict) -> Result<String, BootError> {
     Ok(report::aligned(&lines))
 }
 
-/// Upper bound of what all but one write in ten thousand took, in cycles.
+/// Returns an upper bound, in cycles, of the time of all but one write in ten thousand.
 fn quantile(counts: &Counts) -> f64 {
     let total: u64 = counts.histogram.iter().sum();
     let mut above = 0;
@@ -344,7 +346,7 @@ fn quantile(counts: &Counts) -> f64 {
     0.0
 }
 
-/// TSC cycles in a microsecond.
+/// Returns the number of TSC cycles in a microsecond.
 fn cycles_a_us() -> f64 {
     let begin = (host::cpu::rdtsc(), Instant::now());
     thread::sleep(Duration::from_millis(20));
@@ -352,7 +354,7 @@ fn cycles_a_us() -> f64 {
     cycles as f64 / begin.1.elapsed().as_secs_f64() / 1e6
 }
 
-/// The best of a few tries, in nanoseconds.
+/// Returns the best of a few tries, in nanoseconds.
 fn best(mut one: impl FnMut() -> Result<Duration, BootError>) -> Result<f64, BootError> {
     let mut best = f64::INFINITY;
     for _ in 0..TRIES * 60 {
@@ -361,7 +363,7 @@ fn best(mut one: impl FnMut() -> Result<Duration, BootError>) -> Result<f64, Boo
     Ok(best)
 }
 
-/// A page that is written for the first time after a harvest.
+/// Measures the first write to a page after a harvest.
 fn again(verdict: &mut Verdict) -> Result<String, BootError> {
     let head = ["a page dirtied again", "ns", "bar"];
     let mut lines = vec![head.map(str::to_owned).to_vec()];
@@ -386,7 +388,7 @@ fn again(verdict: &mut Verdict) -> Result<String, BootError> {
     Ok(report::aligned(&lines))
 }
 
-/// Calls on a slot of 64 GiB of which little is used.
+/// Measures calls on a slot of 64 GiB of which little is used.
 fn sparse(verdict: &mut Verdict) -> Result<String, BootError> {
     let head = [
         "64 GiB, 1024 pages dirty, µs",
@@ -439,15 +441,15 @@ fn sparse(verdict: &mut Verdict) -> Result<String, BootError> {
     Ok(report::aligned(&lines))
 }
 
-/// A guest that computes, and dirties a thousand pages a second.
+/// Measures a guest that computes, and dirties about a thousand pages per second.
 fn slowdown(verdict: &mut Verdict) -> Result<String, BootError> {
-    /// A tenth of a second's.
+    /// Number of pages that are dirtied in a tenth of a second.
     const SHARE: u64 = 128;
     let head = ["1280 pages dirtied a second", "slower, %"];
     let mut lines = vec![head.map(str::to_owned).to_vec()];
     for (name, method) in METHODS {
         let mut guest = Guest::new(method, COMPUTE, 1, PAGES * PAGE, SHARE)?;
-        // Other load on the machine only makes it slower.
+        // The best round counts, as other load on the machine only makes it slower.
         let mut rates = [0f64; 2];
         for _ in 0..10 {
             for (rate, is_on) in rates.iter_mut().zip([false, true]) {

@@ -1,4 +1,4 @@
-//! The rows as bars, the source's beside ours.
+//! Shows the rows as bars, with the source's beside ours.
 
 use super::KINDS;
 use crate::bench::plot::{Bar, NATIVE, OURS, SOURCE, Scale, TCG};
@@ -8,7 +8,7 @@ pub(super) const SCALE: Scale = Scale {
     decades: 3,
 };
 
-/// A bar for each row, Haskins' after ours.
+/// Returns a bar for each row, with Haskins' after ours.
 pub(super) fn bars(ns: &[f64; KINDS.len()], bare: f64, tcg: &[(&'static str, f64)]) -> Vec<Bar> {
     let mut bars = vec![("write to an eventfd".to_owned(), bare / 1e3, NATIVE)];
     for (kind, ns) in KINDS.iter().zip(ns) {

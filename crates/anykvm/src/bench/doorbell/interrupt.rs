@@ -1,4 +1,4 @@
-//! How long an interrupt of a device takes to a vCPU that sleeps in HLT.
+//! Measures how long a device's interrupt takes to a vCPU that sleeps in HLT.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,25 +17,25 @@ use super::super::report;
 use crate::error::BootError;
 
 const SAMPLES: usize = 300;
-/// For the vCPU to fall asleep.
+/// A pause in which the vCPU falls asleep.
 const PAUSE: Duration = Duration::from_micros(300);
-/// What the guest's handler writes to.
+/// The port that the guest's handler writes to.
 const PORT: u8 = 0x80;
 const VECTOR: u8 = 0x31;
 const GSI: u32 = 24;
-/// Where the descriptor tables are, behind the code at 0x1000.
+/// Addresses of the descriptor tables, behind the code at 0x1000.
 const GDT: u64 = 0x1800;
 const IDT: u64 = 0x1900;
 const CODE_SELECTOR: u16 = 8;
 
-/// Who injects.
+/// Who injects the interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Who {
     /// The thread that writes to the irqfd.
     Writer,
-    /// Our thread that waits for irqfds.
+    /// The thread of ours that waits for irqfds.
     Waiter,
-    /// A call, without an eventfd.
+    /// A KVM call, without an eventfd.
     Call,
 }
 
@@ -45,7 +45,7 @@ const ROWS: [(&str, Who); 3] = [
     ("call without an eventfd", Who::Call),
 ];
 
-/// A handler that tells the VMM, and a program that sleeps; with their tables.
+/// Returns a handler that tells the VMM, and a program that sleeps, with their tables.
 fn code() -> Vec<u8> {
     let handler = 0x1010u32;
     let mut code = vec![0xfb, 0xf4, 0xeb, 0xfd]; // sti; 1: hlt; jmp 1b
@@ -79,7 +79,7 @@ fn guest() -> Result<Bare, BootError> {
     guest.vcpu.set_sregs(&s).map_err(failed)?;
     let failed = BootError::kvm("KVM_GET_LAPIC");
     let mut lapic = guest.vcpu.get_lapic().map_err(failed)?;
-    // The spurious vector register's bit that enables.
+    // The bit of the spurious vector register that enables the LAPIC.
     lapic.regs[0xf1] = 1;
     guest
         .vcpu
@@ -107,7 +107,7 @@ fn guest() -> Result<Bare, BootError> {
     Ok(guest)
 }
 
-/// Microseconds of each sample.
+/// Returns the microseconds of each sample.
 fn measure(by: Who) -> Result<Vec<f64>, BootError> {
     let mut guest = guest()?;
     let event = EventFd::new(EFD_NONBLOCK).map_err(BootError::host("cannot make an eventfd"))?;
@@ -167,12 +167,12 @@ fn measure(by: Who) -> Result<Vec<f64>, BootError> {
     }
     match vcpu.join() {
         Ok(result) => result.map(|()| samples),
-        // It has been printed.
+        // The panic has been printed.
         Err(_) => Err(BootError::NoImage("the vCPU's thread panicked".into())),
     }
 }
 
-/// The table of medians and of the tenth part that took longest.
+/// Returns the table of medians, and of the times within which 90 % of the interrupts came.
 pub(super) fn table() -> Result<String, BootError> {
     let head = ["interrupt to a vCPU in HLT", "µs", "90 % within"];
     let mut lines = vec![head.map(str::to_owned).to_vec()];

@@ -1,5 +1,5 @@
-//! How long it takes from the entry into the guest, which rings at once, until a thread that sleeps
-//! for the doorbell has seen it.
+//! Measures the time from the entry into the guest, which rings at once, until a thread that sleeps has seen the
+//! doorbell.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,10 +11,10 @@ use crate::bench::report;
 use crate::error::BootError;
 
 const SAMPLES: u32 = 200;
-/// For the waiter to fall asleep.
+/// A pause in which the waiter falls asleep.
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// What the waiter and the vCPU's thread share.
+/// What the waiter shares with the vCPU's thread.
 struct Shared {
     begin: Instant,
     seen_ns: AtomicU64,
@@ -28,7 +28,7 @@ impl Shared {
     }
 }
 
-/// Median in microseconds.
+/// Returns the median in microseconds.
 pub(super) fn measure(kind: &DoorbellRow) -> Result<f64, BootError> {
     let mut setup = Setup::new(kind, 1, true)?;
     let clone = || {
@@ -76,7 +76,7 @@ pub(super) fn measure(kind: &DoorbellRow) -> Result<f64, BootError> {
     shared.is_over.store(true, Ordering::Release);
     setup.queue.ring(0);
     let _ = setup.event.write(1);
-    // A panic there has been printed.
+    // If that thread has panicked, the panic has been printed.
     let _ = waiter.join();
     Ok(report::median(&samples).unwrap_or(f64::NAN))
 }

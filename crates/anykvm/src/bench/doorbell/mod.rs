@@ -1,9 +1,9 @@
-//! `anykvm bench doorbell`: what it costs a guest to say "look at the queue", and how long it takes
-//! until somebody looks.
+//! `anykvm bench doorbell`: measures what it costs a guest to say "look at the queue", and how long it takes until
+//! somebody looks.
 //!
-//! The guest is a loop that rings. All rows take turns, and the best turn of each counts, as other
-//! load on the machine only makes it slower. The experiment is Haskins' of 2009 (KVM's ioeventfd was
-//! then called iosignalfd), whose figures are printed beside ours.
+//! The guest is a loop that rings. All rows take turns, and the best turn of each counts, as other load on the machine
+//! only makes it slower. The experiment is Haskins' of 2009, whose figures are printed beside ours. (KVM's ioeventfd
+//! was called iosignalfd then.)
 
 mod bars;
 mod interrupt;
@@ -26,15 +26,15 @@ use super::plot;
 use super::report::{self, Verdict};
 use crate::error::BootError;
 
-/// Rings in a turn.
+/// Number of rings in a turn.
 const RINGS: u32 = 10_000;
 const TURNS: u32 = 40;
 const PORT: u8 = 0x80;
-/// Ends a turn.
+/// The port that ends a turn.
 const END_PORT: u8 = 0xf4;
-/// What is written.
+/// The value that is written.
 const VALUE: u32 = 0x5a;
-/// Doorbells besides the one that is rung.
+/// Number of doorbells besides the one that is rung.
 const MANY: u64 = 4095;
 
 /// How the guest rings.
@@ -45,16 +45,16 @@ enum By {
     Hypercall,
 }
 
-/// Who hears it.
+/// Who hears the doorbell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ear {
-    /// KVM_RUN returns.
+    /// The VMM, when KVM_RUN returns.
     Vmm,
     /// An ioeventfd for any value.
     Eventfd,
     /// An ioeventfd for this value.
     Datamatch,
-    /// The same among 4,095 others.
+    /// An ioeventfd for this value among 4,095 others.
     Crowded,
     /// A function in the VMM's process.
     Subscriber,
@@ -66,7 +66,7 @@ struct DoorbellRow {
     name: &'static str,
     by: By,
     ear: Ear,
-    /// Haskins' microseconds for the same, and whether he measured them.
+    /// Haskins' microseconds for this row, and whether he measured them.
     source: Option<(f64, bool)>,
 }
 
@@ -108,7 +108,7 @@ const KINDS: [DoorbellRow; 11] = [
     kind("subscriber, hypercall", By::Hypercall, Ear::Subscriber),
 ];
 
-/// The guest's code: `rings` times, then the end port, and again.
+/// Returns the guest's code, which rings `rings` times, writes to the end port, and begins again.
 fn code(by: By, rings: u32) -> Vec<u8> {
     let mut code = vec![0xbf]; // mov edi, rings
     code.extend(rings.to_le_bytes());
@@ -144,7 +144,7 @@ fn code(by: By, rings: u32) -> Vec<u8> {
     code
 }
 
-/// A guest and whoever hears it.
+/// A guest, and whoever hears it.
 struct Setup {
     guest: Bare,
     ear: Ear,
@@ -156,7 +156,7 @@ struct Setup {
 }
 
 impl Setup {
-    /// With a waiter, who takes the eventfd's counter, the eventfd blocks.
+    /// Makes a guest. With a waiter, who takes the eventfd's counter, the eventfd blocks.
     fn new(kind: &DoorbellRow, rings: u32, has_waiter: bool) -> Result<Self, BootError> {
         let guest = Bare::new(Mode::Long, false, &code(kind.by, rings))?;
         let flags = if has_waiter { 0 } else { EFD_NONBLOCK };
@@ -191,7 +191,7 @@ impl Setup {
                     .vm
                     .register_ioevent(&event, &address, VALUE)
                     .map_err(error)?;
-                // Half of them at the same address.
+                // Half of them are at the same address.
                 for n in 1..=MANY {
                     let other = match n % 2 {
                         0 => (IoEventAddress::Mmio(at + 8 * n), VALUE),
@@ -213,7 +213,7 @@ impl Setup {
                 let (ring, count) = (queue.ringer(0), Arc::clone(&calls));
                 let hear = move |value| {
                     ring(value);
-                    // One thread writes it.
+                    // Only one thread writes the counter.
                     let n = count.load(Ordering::Relaxed);
                     count.store(n + 1, Ordering::Relaxed);
                 };
@@ -236,8 +236,7 @@ impl Setup {
         })
     }
 
-    /// Runs up to the end port; `hear` is called for each exit before it. Returns how many rings
-    /// were heard.
+    /// Runs to the end port, and calls `hear` for each exit before it. Returns how many rings were heard.
     fn turn(&mut self, mut hear: impl FnMut()) -> Result<u64, BootError> {
         let mut exits = 0;
         let before = self.calls.load(Ordering::Relaxed);
@@ -260,7 +259,7 @@ impl Setup {
     }
 }
 
-/// Measures everything; draws it if `svg` names a file.
+/// Measures all rows. Draws them if `svg` names a file.
 pub(super) fn run(
     verdict: &mut Verdict,
     qemu: Option<&Path>,
@@ -307,7 +306,7 @@ pub(super) fn run(
     Ok(text)
 }
 
-/// Seconds of one write to an eventfd.
+/// Returns the seconds of one write to an eventfd.
 fn bare_write() -> Result<f64, BootError> {
     let event = EventFd::new(EFD_NONBLOCK).map_err(BootError::host("cannot make an eventfd"))?;
     let begin = Instant::now();

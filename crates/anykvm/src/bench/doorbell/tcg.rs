@@ -1,5 +1,5 @@
-//! The same under QEMU's TCG: a bare-metal guest that writes to a port and an address that nobody has,
-//! and to the notification register of a virtio device, whose ioeventfd wakes QEMU's main loop.
+//! Measures the same under QEMU's TCG. A guest without a kernel writes to a port and an address that no device has, and
+//! to the notification register of a virtio device, whose ioeventfd wakes QEMU's main loop.
 
 use std::io::Read;
 use std::path::Path;
@@ -8,18 +8,18 @@ use std::time::{Duration, Instant};
 
 use crate::error::BootError;
 
-/// Rings of each kind in `tcg_guest.c`.
+/// Number of rings of each kind in `tcg_guest.c`.
 const RINGS: f64 = 200_000.0;
-/// The tests in their order; the guest announces each, and the end, by a byte.
+/// The tests in their order. The guest announces the begin of each, and the end, by a byte.
 const TESTS: [&str; 3] = ["TCG: port", "TCG: MMIO", "TCG: virtio notification"];
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Nanoseconds of each, by the host's clock.
+/// Returns the nanoseconds of each test, by the host's clock.
 pub(super) fn measure(qemu: &Path) -> Result<Vec<(&'static str, f64)>, BootError> {
     let folder = std::env::temp_dir().join(format!("anykvm-doorbell-{}", std::process::id()));
     std::fs::create_dir_all(&folder).map_err(BootError::host("cannot make a folder"))?;
     let result = measure_in(&folder, qemu);
-    // What is left there disturbs nobody.
+    // Files that cannot be removed do no harm.
     let _ = std::fs::remove_dir_all(&folder);
     result
 }
@@ -71,7 +71,7 @@ fn measure_in(folder: &Path, qemu: &Path) -> Result<Vec<(&'static str, f64)>, Bo
     let mut times = Vec::new();
     for byte in out.into_iter().flat_map(Read::bytes) {
         match byte {
-            // Firmware writes to the same port.
+            // The firmware writes to the same port.
             Ok(byte) if byte == b'\x01' + times.len() as u8 => times.push(begin.elapsed()),
             Ok(_) => {}
             Err(_) => break,
@@ -80,7 +80,7 @@ fn measure_in(folder: &Path, qemu: &Path) -> Result<Vec<(&'static str, f64)>, Bo
             break;
         }
     }
-    // It ends by itself, or is not needed any more.
+    // The process ends by itself, or is not needed any more.
     let _ = child.kill();
     let _ = child.wait();
     if times.len() != TESTS.len() + 1 {

@@ -1,4 +1,4 @@
-//! What code takes longer while something counts what it retires: loops of a few instructions, and programs
+//! Measures how much longer code takes while counters count what it retires: loops of a few instructions, and programs
 //! in a guest of Debian's kernel whose process has events of its own, or whose processor is sampled.
 
 use std::time::Instant;
@@ -13,16 +13,18 @@ use crate::bench::workloads::{Suite, WORKLOADS, Workload};
 use crate::cli::BenchArgs;
 use crate::error::BootError;
 
-/// Turns of a loop between two exits, and runs of which the fastest counts.
+/// Number of a loop's iterations between two exits, and of runs, of which the fastest counts.
 const TURNS: u32 = 100_000;
 const RUNS: u32 = 60;
 
-/// Events at both levels, enabled: instructions, and of Intel's and AMD's branches: all, conditional, returns, taken.
+/// Event selects at both levels, enabled: instructions, and of Intel's and AMD's branches all, conditional, returns,
+/// taken.
 const EVENTS: [[u32; 5]; 2] = [
     [0x43_00c0, 0x43_00c4, 0x43_11c4, 0x43_08c4, 0x43_20c4],
     [0x43_00c0, 0x43_00c2, 0x43_00d1, 0x43_00c8, 0x43_00c4],
 ];
-/// How many of them are counted at once, what is added by that, and the bar in per cent: the streams of the last two are kept in another way.
+/// How many of these are counted at once, the name of what is added by that, and the bar in per cent. The streams of
+/// the last two ways are kept in another way.
 const LOOP_WAYS: [(usize, &str, f64); 4] = [
     (1, "instructions", 2.0),
     (2, "branches as well", 3.0),
@@ -30,7 +32,7 @@ const LOOP_WAYS: [(usize, &str, f64); 4] = [
     (5, "taken", 5.0),
 ];
 
-/// Loops' names and bodies; RBX and RDI may be used, and RAM from 0x10000 on.
+/// Names and bodies of loops. They may use RBX and RDI, and RAM from 0x10000 on.
 const LOOPS: &[(&str, &[u8])] = &[
     ("nothing", &[]),
     (
@@ -67,13 +69,13 @@ const LOOPS: &[(&str, &[u8])] = &[
     ),
 ];
 
-/// A guest that runs a loop for ever, with an address in EBX.
+/// Makes a guest that runs a loop for ever, with an address in EBX.
 fn guest(before: &[u8], body: &[u8]) -> Result<Bare, BootError> {
     // mov ebx, 0x10000
     looping(&[before, &[0xbb, 0, 0, 1, 0]].concat(), body, TURNS)
 }
 
-/// Nanoseconds of a turn, counted by nobody, and in each way: the guests run in turn.
+/// Returns the nanoseconds of an iteration, without counters and in each way. The guests run in turn.
 fn times(r: &Registers, body: &[u8]) -> Result<Vec<f64>, BootError> {
     let events = EVENTS[usize::from(r.is_amd())];
     let counts = core::iter::once(0).chain(LOOP_WAYS.map(|(n, ..)| n));
@@ -99,7 +101,7 @@ fn times(r: &Registers, body: &[u8]) -> Result<Vec<f64>, BootError> {
     Ok(best)
 }
 
-/// Per cent more.
+/// Returns how many per cent longer a time is.
 fn more(time: f64, than: f64) -> f64 {
     (time / than - 1.0) * 100.0
 }
@@ -108,7 +110,7 @@ fn percent(value: f64) -> String {
     format!("{value:+.1} %")
 }
 
-/// Measures and prints loops.
+/// Measures the loops. Returns the table.
 pub(super) fn loops(r: &Registers, verdict: &mut Verdict) -> Result<String, BootError> {
     let head = ["a loop's turn", "not counted, ns"];
     let head = head.into_iter().chain(LOOP_WAYS.map(|(_, name, _)| name));
@@ -126,7 +128,8 @@ pub(super) fn loops(r: &Registers, verdict: &mut Verdict) -> Result<String, Boot
     Ok(format!("\n{}", report::aligned(&lines)))
 }
 
-/// A way of running programs: what program.c is told, what that is, and bars of the geometric mean and of each, in per cent.
+/// A way of running programs: the argument of program.c, its name, and the bars of the geometric mean and of each
+/// program, in per cent.
 struct Way {
     count: &'static str,
     name: &'static str,
@@ -149,7 +152,7 @@ const COMPUTE: &[Way] = &[
     way("COUNT=4", "conditional, returns", 7.0, 12.0),
     way("COUNT=s1000", "samples at 1 kHz", 2.0, f64::INFINITY),
     way("COUNT=s4000", "at 4 kHz", 5.0, f64::INFINITY),
-    // What a mediated PMU of KVM's cost in 2025.
+    // These bars are what KVM's mediated PMU cost in 2025.
     way("COUNT=s1000x6", "6 events, 1 kHz", 4.24, f64::INFINITY),
     way("COUNT=s1000x10", "10 events", 7.34, f64::INFINITY),
 ];
@@ -159,7 +162,7 @@ const KERNEL: &[Way] = &[
     way("COUNT=k", "the kernel's, too", 20.0, f64::INFINITY),
 ];
 
-/// Measures and prints programs, and what the kernel does for counted ones.
+/// Measures the programs, and what the kernel does for counted programs. Returns the tables.
 pub(super) fn programs(
     args: &BenchArgs,
     files: &Files,
@@ -182,7 +185,7 @@ pub(super) fn programs(
     Ok(text)
 }
 
-/// A table of workloads, not counted and in these ways.
+/// Returns a table of workloads, without counters and in these ways.
 fn in_ways(
     (args, files): (&BenchArgs, &Files),
     verdict: &mut Verdict,

@@ -1,4 +1,5 @@
-//! What an overflow costs: a loop whose instructions are counted, with an NMI after every so many, and without.
+//! Measures what an overflow costs: a loop whose instructions are counted, with an NMI after a fixed number of them,
+//! and without.
 
 use std::time::Instant;
 
@@ -10,7 +11,8 @@ use crate::bench::bare::Bare;
 use crate::bench::report::Verdict;
 use crate::error::BootError;
 
-/// Turns of a loop of two instructions between two exits, runs of which the fastest counts, and instructions from one overflow to the next.
+/// Number of iterations of a loop of two instructions between two exits; of runs, of which the fastest counts; and of
+/// instructions from one overflow to the next.
 const TURNS: u32 = 500_000;
 const RUNS: u32 = 40;
 const PERIOD: u32 = 20_000;
@@ -19,23 +21,23 @@ const BAR_US: f64 = 10.0;
 const HANDLER: u64 = 0x8000;
 const GDT: u64 = 0x6000;
 const IDT: u64 = 0x7000;
-/// The event select's INT.
+/// Bit of the event select that makes an overflow interrupt.
 const INT: u32 = 1 << 20;
-/// x2APIC registers: spurious interrupt vector, LVTPC. An NMI.
+/// x2APIC registers: the spurious interrupt vector, and LVTPC; and LVTPC's value for an NMI.
 const SVR: u32 = 0x80f;
 const LVTPC: u32 = 0x834;
 const NMI: u32 = 4 << 8;
 
-/// The counter is so many events before its overflow.
+/// Returns code that sets the counter so many events before its overflow.
 fn rearm(r: &Registers) -> Vec<u8> {
     let mut code = wrmsr(r.counter, PERIOD.wrapping_neg());
-    // MOV EDX, 0xffff in place of XOR EDX, EDX.
+    // MOV EDX, 0xffff takes the place of XOR EDX, EDX.
     code.truncate(code.len() - 4);
     code.extend([0xba, 0xff, 0xff, 0, 0, 0x0f, 0x30]);
     code
 }
 
-/// A guest that runs the loop for ever.
+/// Makes a guest that runs the loop for ever.
 fn guest(before: &[u8], handler: &[u8]) -> Result<Bare, BootError> {
     let bare = looping_with(before, &[], TURNS, true)?;
     let write = |at: u64, bytes: &[u8]| {
@@ -59,7 +61,7 @@ fn guest(before: &[u8], handler: &[u8]) -> Result<Bare, BootError> {
     Ok(bare)
 }
 
-/// Microseconds from the instruction that overflows the counter to the one after the handler.
+/// Returns the microseconds from the instruction that overflows the counter to the one after the handler.
 pub(super) fn measure(r: &Registers, verdict: &mut Verdict) -> Result<String, BootError> {
     let apic = [wrmsr(SVR, 0x1ff), wrmsr(LVTPC, NMI)].concat();
     let quiet = [&apic[..], &wrmsr(r.counter, 0), &wrmsr(r.select, COUNTING)].concat();

@@ -1,8 +1,9 @@
-//! `anykvm bench vpmu`: what a guest's accesses to its performance counters cost, and what it costs that they count ([`counted`]).
+//! `anykvm bench vpmu`: measures what a guest's accesses to its performance counters cost, and what it costs that these
+//! count ([`counted`]).
 //!
-//! The guest is a loop around one access; the time of the same loop without it is subtracted. The
-//! best of many runs counts. Beside it are the figures of the patch series of 2019 that had KVM
-//! reuse the host's events: its longest latencies before and after.
+//! The guest is a loop around one access, and the time of the same loop without the access is subtracted. The best of
+//! many runs counts. Beside it are the figures of the patch series of 2019 that made KVM reuse the host's events: its
+//! longest latencies before and after.
 
 mod counted;
 mod interrupts;
@@ -19,16 +20,16 @@ use super::report::{self, Verdict};
 use crate::cli::BenchArgs;
 use crate::error::BootError;
 
-/// Accesses between two exits, and runs.
+/// Number of accesses between two exits, and of runs.
 const TURNS: u32 = 1_000;
 const RUNS: u32 = 100;
 
-/// Registers of a vendor's counters.
+/// The registers of a vendor's counters.
 struct Registers {
     select: u32,
     counter: u32,
     global_ctrl: u32,
-    /// Clears overflows' bits in the global status.
+    /// The register that clears overflow bits in the global status.
     overflow_clear: u32,
 }
 
@@ -36,7 +37,7 @@ impl Registers {
     const fn is_amd(&self) -> bool {
         self.select == AMD.select
     }
-    /// From one event select to the next.
+    /// Returns the distance between two event selects.
     const fn step(&self) -> u32 {
         if self.is_amd() { 2 } else { 1 }
     }
@@ -55,7 +56,7 @@ const AMD: Registers = Registers {
     overflow_clear: 0xc000_0302,
 };
 
-/// Instructions at both levels, enabled.
+/// An event select of instructions at both levels, enabled.
 const COUNTING: u32 = 0x43_00c0;
 
 fn load(register: u8, value: u32) -> Vec<u8> {
@@ -64,17 +65,17 @@ fn load(register: u8, value: u32) -> Vec<u8> {
     code
 }
 
-/// MOV ECX, MOV EAX, XOR EDX, WRMSR.
+/// Returns MOV ECX, MOV EAX, XOR EDX, WRMSR.
 fn wrmsr(index: u32, value: u32) -> Vec<u8> {
     [load(1, index), load(0, value), vec![0x31, 0xd2, 0x0f, 0x30]].concat()
 }
 
-/// MOV ECX and RDMSR (0x32) or RDPMC (0x33).
+/// Returns MOV ECX, and RDMSR (0x32) or RDPMC (0x33).
 fn read(index: u32, opcode: u8) -> Vec<u8> {
     [load(1, index), vec![0x0f, opcode]].concat()
 }
 
-/// Measures and prints everything.
+/// Measures all parts. Returns the tables.
 pub(super) fn run(
     args: &BenchArgs,
     files: &Files,
@@ -83,17 +84,18 @@ pub(super) fn run(
     let r = if hypervisor_is_amd()? { AMD } else { INTEL };
     let first =
         accesses(&r, verdict)? + &interrupts::measure(&r, verdict)? + &counted::loops(&r, verdict)?;
-    // The rest takes minutes. Nobody who closes our output wants it.
+    // The rest takes minutes. A reader who closes our output does not want it.
     let _ = std::io::stdout().write_all(first.as_bytes());
     counted::programs(args, files, verdict)
 }
 
-/// Measures and prints all accesses.
+/// Measures all accesses. Returns the table.
 fn accesses(r: &Registers, verdict: &mut Verdict) -> Result<String, BootError> {
     let on = wrmsr(r.select, COUNTING);
     let off = wrmsr(r.select, 0);
     let nothing = Vec::new();
-    // Name, what comes before the loop, the loop's accesses and their number, bar, before and after in 2019.
+    // Each row has a name, the code before the loop, the loop's accesses and their number, the bar, and the figures
+    // before and after in 2019.
     let rows = [
         (
             "disable and enable by the event select",
@@ -182,7 +184,7 @@ fn accesses(r: &Registers, verdict: &mut Verdict) -> Result<String, BootError> {
     Ok(text)
 }
 
-/// Whose counters KVM_GET_SUPPORTED_CPUID shows.
+/// Returns true if the counters that KVM_GET_SUPPORTED_CPUID shows are AMD's.
 fn hypervisor_is_amd() -> Result<bool, BootError> {
     const AUTH: u32 = u32::from_le_bytes(*b"Auth");
     let kvm = anykvm_ioctls::Kvm::new().map_err(BootError::kvm("opening KVM"))?;
@@ -193,12 +195,12 @@ fn hypervisor_is_amd() -> Result<bool, BootError> {
     Ok(first.is_some_and(|e| e.ebx == AUTH))
 }
 
-/// A guest that executes `before`, and for ever so many turns of `body` and an exit.
+/// Makes a guest that executes `before`, and then for ever `turns` iterations of `body` and an exit.
 fn looping(before: &[u8], body: &[u8], turns: u32) -> Result<Bare, BootError> {
     looping_with(before, body, turns, false)
 }
 
-/// The same, with interrupt controllers or without.
+/// Makes the same guest with or without interrupt controllers.
 fn looping_with(
     before: &[u8],
     body: &[u8],
@@ -220,7 +222,7 @@ fn looping_with(
     Bare::new(Mode::Long, has_chips, &code)
 }
 
-/// Nanoseconds of a turn of the loop around `body`.
+/// Returns the nanoseconds of an iteration of the loop around `body`.
 fn measure(before: &[u8], body: &[u8]) -> Result<f64, BootError> {
     let Bare {
         mut vcpu, vm: _vm, ..

@@ -16,7 +16,7 @@ use crate::error::BootError;
 use crate::layout::HIGH_RAM;
 use crate::memory::GuestMemory;
 
-/// Offsets within a bzImage, from `boot.rst`.
+/// Offsets in a bzImage, from `boot.rst`.
 mod spec {
     /// `setup_sects`: 512-byte sectors of real-mode code, 0 means 4.
     pub(super) const SETUP_SECTS: usize = 0x1f1;
@@ -26,7 +26,7 @@ mod spec {
     pub(super) const MAGIC: usize = 0x202;
     /// `xloadflags`.
     pub(super) const XLF_KERNEL_64: u16 = 1;
-    /// The 64-bit entry point is this far into the protected-mode part.
+    /// Offset of the 64-bit entry point in the protected-mode part.
     pub(super) const ENTRY_64: u64 = 0x200;
     /// ELF `e_machine` of x86-64.
     pub(super) const EM_X86_64: u16 = 62;
@@ -45,19 +45,19 @@ enum Format {
     Elf,
 }
 
-/// What [`Image::load`] put into memory.
+/// The kernel that [`Image::load`] has put into memory.
 #[derive(Debug)]
 pub(super) struct Loaded {
     pub(super) entry: Entry,
     pub(super) header: Option<setup_header>,
-    /// First byte that the kernel does not need before it manages its own memory.
+    /// The first address behind what the kernel needs before it manages its own memory.
     pub(super) end: u64,
     /// Highest address that an initrd byte may have.
     pub(super) initrd_max: u64,
 }
 
 impl Image {
-    /// Reads `path` and says what is wrong with it if it is no x86 kernel.
+    /// Reads `path`. The error says why the file is no x86 kernel.
     pub(crate) fn open(path: &Path) -> Result<Self, BootError> {
         let bytes = fs::read(path).map_err(|source| BootError::Unreadable {
             what: "kernel",
@@ -68,7 +68,7 @@ impl Image {
         Ok(Self { bytes, format })
     }
 
-    /// Longest command line, without its NUL.
+    /// Returns the maximum length of the command line, without its NUL.
     pub(super) fn cmdline_limit(&self) -> usize {
         let limit = match self.format {
             Format::BzImage => u32_at(&self.bytes, 0x238).unwrap_or(0),
@@ -134,7 +134,7 @@ impl Image {
         }
     }
 
-    /// Where a bzImage's decompressor stops using memory: `pref_address` + `init_size`.
+    /// Returns the first address that a bzImage's decompressor does not use: `pref_address` + `init_size`.
     fn bzimage_end(&self) -> u64 {
         let file_end = HIGH_RAM + self.bytes.len() as u64;
         let pref_address = u64::from(u32_at(&self.bytes, 0x258).unwrap_or(0));
@@ -142,7 +142,7 @@ impl Image {
         file_end.max(pref_address + init_size)
     }
 
-    /// Highest end of a loadable segment.
+    /// Returns the highest end of a loadable segment.
     fn elf_end(&self) -> u64 {
         let phoff = u64_at(&self.bytes, 0x20).unwrap_or(0);
         let phnum = u64::from(u16_at(&self.bytes, 0x38).unwrap_or(0));
@@ -170,7 +170,7 @@ fn check_fits(end: u64, mem_size: u64) -> Result<(), BootError> {
     })
 }
 
-/// The format, or one sentence on why it is none that can be booted.
+/// Returns the format. The error is a sentence that says why the file cannot be booted.
 fn recognise(bytes: &[u8]) -> Result<Format, String> {
     if bytes.starts_with(b"\x7fELF") {
         return recognise_elf(bytes);
@@ -211,7 +211,7 @@ fn recognise(bytes: &[u8]) -> Result<Format, String> {
     Ok(Format::BzImage)
 }
 
-/// The compressed kernel must lie inside the file and begin with a known magic number.
+/// Checks that the compressed kernel lies inside the file, and begins with a known magic number.
 fn check_payload(bytes: &[u8], protected_mode: usize) -> Result<(), String> {
     const MAGICS: [&[u8]; 8] = [
         b"\x1f\x8b",
@@ -243,7 +243,7 @@ fn recognise_elf(bytes: &[u8]) -> Result<Format, String> {
     if !is_64_bit || machine != spec::EM_X86_64 {
         return Err("not an x86-64 kernel: an ELF file for another machine (32-bit x86 kernels boot as bzImage)".into());
     }
-    // ET_EXEC: vmlinux is one; a shared object or a module is not a kernel.
+    // vmlinux is of the type ET_EXEC. A shared object or a module is not a kernel.
     if u16_at(bytes, 0x10) != Some(2) {
         return Err("not a kernel: an ELF file, but no executable".into());
     }

@@ -1,20 +1,20 @@
-//! Whether a signed bzImage is still what was signed.
+//! Checks that a signed bzImage is still what was signed.
 //!
-//! Distributions sign their kernels for UEFI (PE/COFF and Windows Authenticode Portable Executable
-//! Signature Format, "Calculating the PE image hash"). The signature itself is not verified: there
-//! is nobody to trust here, but the digest in it finds damage anywhere in the file.
+//! Distributions sign their kernels for UEFI (PE/COFF and Windows Authenticode Portable Executable Signature Format,
+//! "Calculating the PE image hash"). The signature itself is not verified, as there is nobody to trust here. But the
+//! digest in it reveals damage anywhere in the file.
 
 use sha2::{Digest, Sha256};
 
 use super::{u16_at, u32_at};
 
-/// Offsets.
+/// Offsets of fields.
 mod spec {
-    /// In the file: where the PE header is.
+    /// Offset in the file of the offset of the PE header.
     pub(super) const PE_OFFSET: usize = 0x3c;
-    /// In the PE header, after its signature and the COFF header.
+    /// Offset of the optional header in the PE header, behind its signature and the COFF header.
     pub(super) const OPTIONAL_HEADER: usize = 24;
-    /// In the optional header.
+    /// Offset of the checksum in the optional header.
     pub(super) const CHECKSUM: usize = 64;
     /// The entry of the certificate table in the optional header of PE32 and PE32+ files.
     pub(super) const CERTIFICATES_32: usize = 96 + 4 * 8;
@@ -22,7 +22,7 @@ mod spec {
     pub(super) const MAGIC_64: u16 = 0x20b;
 }
 
-/// Fine unless the file has a signature with another SHA-256 than its own.
+/// Returns an error if the file has a signature with another SHA-256 than its own.
 pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
     match digests(bytes) {
         Some((digest, certificates)) if !contains(certificates, &digest) => {
@@ -32,7 +32,7 @@ pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-/// The digest of what a signature covers, and the certificates; `None` for an unsigned file.
+/// Returns the digest of what a signature covers, and the certificates. `None` for an unsigned file.
 fn digests(bytes: &[u8]) -> Option<([u8; 32], &[u8])> {
     let pe = u32_at(bytes, spec::PE_OFFSET)? as usize;
     if bytes.get(pe..pe.checked_add(4)?)? != b"PE\0\0" {
@@ -50,7 +50,7 @@ fn digests(bytes: &[u8]) -> Option<([u8; 32], &[u8])> {
         return None;
     }
     let certificates = bytes.get(start..start.checked_add(len)?)?;
-    // Everything but the checksum, the entry and the certificates.
+    // The digest covers all bytes except the checksum, the table's entry and the certificates.
     let checksum = optional.checked_add(spec::CHECKSUM)?;
     let mut hash = Sha256::new();
     hash.update(bytes.get(..checksum)?);
@@ -60,7 +60,7 @@ fn digests(bytes: &[u8]) -> Option<([u8; 32], &[u8])> {
 }
 
 fn contains(certificates: &[u8], digest: &[u8; 32]) -> bool {
-    // A signature made with another digest says nothing.
+    // A signature with another kind of digest is ignored.
     const SHA_256: &[u8] = &[0x60, 0x86, 0x48, 0x01, 0x65, 0x03, 0x04, 0x02, 0x01];
     let has = |what: &[u8]| {
         certificates
@@ -74,7 +74,7 @@ fn contains(certificates: &[u8], digest: &[u8; 32]) -> bool {
 mod tests {
     use super::*;
 
-    /// A PE32+ file with a "certificate" that holds its digest.
+    /// Returns a PE32+ file with a "certificate" that has its digest.
     fn signed() -> Vec<u8> {
         let mut file: Vec<u8> = (0..4096u32).map(|n| (n * 7) as u8).collect();
         let put = |file: &mut Vec<u8>, at: usize, bytes: &[u8]| {
@@ -111,7 +111,7 @@ mod tests {
             damaged[at] ^= 1;
             assert!(check(&damaged).is_err(), "{at}");
         }
-        // The checksum is not covered.
+        // The digest does not cover the checksum.
         let mut patched = file;
         patched[88 + 64] ^= 1;
         check(&patched).unwrap();

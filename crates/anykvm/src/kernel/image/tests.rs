@@ -4,7 +4,7 @@ use super::*;
 use crate::kernel::{BootInfo, load};
 use crate::memory;
 
-/// A bzImage whose protected-mode part is `sectors` × 512 bytes.
+/// Returns a bzImage whose protected-mode part has `sectors` × 512 bytes.
 pub(super) fn bzimage(sectors: usize) -> Vec<u8> {
     let mut image = vec![0u8; 1024 + sectors * 512];
     image[0x1f1] = 1;

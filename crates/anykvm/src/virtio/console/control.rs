@@ -1,4 +1,4 @@
-//! The control queues' protocol: which ports there are, what they are called, who has opened them.
+//! The protocol of the control queues: which ports there are, what they are called, and who has opened them.
 
 use std::collections::VecDeque;
 
@@ -14,15 +14,15 @@ mod spec {
     pub(super) const PORT_NAME: u16 = 7;
 }
 
-/// Messages that may wait; a driver asks for fewer.
+/// Maximum number of messages that wait; a driver asks for fewer.
 const WAITING_MAX: usize = 256;
 
-/// One side's state of the protocol: ours.
+/// The device's state of the protocol.
 pub(super) struct Control {
     waiting: VecDeque<Vec<u8>>,
-    /// By port: a program of the guest has it open.
+    /// By port, true if a program of the guest has it open.
     open: Vec<bool>,
-    /// By port: the driver was told that nothing comes any more.
+    /// By port, true if the driver was told that nothing comes any more.
     closed: Vec<bool>,
 }
 
@@ -35,17 +35,17 @@ impl Control {
         }
     }
 
-    /// A program of the guest has the port open.
+    /// Returns true if a program of the guest has the port open.
     pub(super) fn is_open(&self, port: usize) -> bool {
         self.open.get(port).copied().unwrap_or(false)
     }
 
-    /// The next message to the driver.
+    /// Returns the next message to the driver.
     pub(super) fn next(&mut self) -> Option<Vec<u8>> {
         self.waiting.pop_front()
     }
 
-    /// Tells the driver, once, that nothing comes to the port any more; whether that is new.
+    /// Tells the driver once that nothing comes to the port any more. Returns true if that is new.
     pub(super) fn close(&mut self, port: usize) -> bool {
         match self.closed.get_mut(port) {
             Some(closed) if !*closed => {
@@ -57,7 +57,7 @@ impl Control {
         }
     }
 
-    /// A message of the driver's; `name` is a port's name, which the console has not.
+    /// Handles a message of the driver. `name` returns a port's name, which the console does not have.
     pub(super) fn hear(&mut self, message: [u8; 8], name: impl Fn(usize) -> Option<&'static str>) {
         let [p0, p1, p2, p3, e0, e1, v0, v1] = message;
         let port = usize::try_from(u32::from_le_bytes([p0, p1, p2, p3])).unwrap_or(usize::MAX);
@@ -65,7 +65,7 @@ impl Control {
         let value = u16::from_le_bytes([v0, v1]);
         match event {
             spec::DEVICE_READY if value == 1 => {
-                // A driver's first message: what an earlier one did is over.
+                // This is a new driver's first message. What an earlier driver did is over.
                 *self = Self::new(self.open.len());
                 for port in 0..self.open.len() {
                     self.say(port, spec::DEVICE_ADD, 1, b"");
@@ -90,7 +90,7 @@ impl Control {
         }
     }
 
-    /// Messages on their way, and which ports are open.
+    /// Saves the messages that wait, and which ports are open.
     pub(super) fn save(&self, w: &mut Writer) {
         w.count(self.waiting.len());
         self.waiting.iter().for_each(|message| w.bytes(message));
@@ -156,7 +156,7 @@ mod tests {
         assert!(control.close(1));
         assert!(!control.close(1));
         assert_eq!(control.next().unwrap(), message(1, spec::PORT_OPEN, 0));
-        // Ports that are not there, and a driver that never listens.
+        // The ports do not exist, and the driver never reads messages.
         for port in [2, 7, u32::MAX] {
             control.hear(message(port, spec::PORT_READY, 1), name);
             control.hear(message(port, spec::PORT_OPEN, 1), name);

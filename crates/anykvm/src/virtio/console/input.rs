@@ -6,13 +6,13 @@ use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use crate::fields::{Malformed, Reader, Writer};
 use crate::lock::lock;
 
-/// Rings the doorbell of the port's receive queue.
+/// A function that rings the doorbell of the port's receive queue.
 type Bell = Box<dyn Fn() + Send + Sync>;
 
 #[derive(Default)]
 struct State {
     bytes: VecDeque<u8>,
-    /// Nothing comes any more.
+    /// True if nothing comes any more.
     is_ended: bool,
 }
 
@@ -21,29 +21,29 @@ struct State {
 pub(crate) struct PortInput {
     state: Mutex<State>,
     taken: Condvar,
-    /// Once there is a device.
+    /// The doorbell, once there is a device.
     bell: OnceLock<Bell>,
 }
 
 impl PortInput {
-    /// Queues bytes; they wait until the guest takes them.
+    /// Queues bytes. They wait until the guest takes them.
     pub(crate) fn feed(&self, bytes: &[u8]) {
         lock(&self.state).bytes.extend(bytes);
         self.ring();
     }
 
-    /// After what is queued comes the end.
+    /// Ends the input behind what is queued.
     pub(crate) fn end(&self) {
         lock(&self.state).is_ended = true;
         self.ring();
     }
 
-    /// How many bytes wait.
+    /// Returns how many bytes wait.
     pub(crate) fn backlog(&self) -> usize {
         lock(&self.state).bytes.len()
     }
 
-    /// What waits.
+    /// Saves the bytes that wait.
     pub(crate) fn save(&self, w: &mut Writer) {
         let state = lock(&self.state);
         let (first, second) = state.bytes.as_slices();
@@ -51,7 +51,7 @@ impl PortInput {
         w.flag(state.is_ended);
     }
 
-    /// What waited comes before what is fed from now on.
+    /// Loads saved bytes, which come before what is fed from now on.
     pub(crate) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
         let mut state = lock(&self.state);
         state.bytes = r.bytes()?.to_vec().into();
@@ -70,18 +70,18 @@ impl PortInput {
         }
     }
 
-    /// Nothing comes any more.
+    /// Returns true if nothing comes any more.
     pub(crate) fn has_ended(&self) -> bool {
         lock(&self.state).is_ended
     }
 
-    /// All was taken, and nothing comes any more.
+    /// Returns true if all bytes were taken and nothing comes any more.
     pub(super) fn is_at_end(&self) -> bool {
         let state = lock(&self.state);
         state.is_ended && state.bytes.is_empty()
     }
 
-    /// Gives `sink` up to `max` bytes in one or two pieces; how many.
+    /// Gives `sink` up to `max` bytes in one or two pieces. Returns how many.
     pub(super) fn take(
         &self,
         max: usize,
@@ -98,7 +98,7 @@ impl PortInput {
         Ok(len)
     }
 
-    /// The first device has the input.
+    /// Connects the input to its device. Only the first call has an effect.
     pub(super) fn connect(&self, bell: Bell) {
         let _ = self.bell.set(bell);
     }

@@ -1,5 +1,5 @@
-//! The console device (virtio 1.2, 5.3): port 0 is the guest's hvc0, the other ports are the three
-//! streams of a command, which pass bytes unchanged and much faster than any terminal.
+//! The console device (virtio 1.2, 5.3). Port 0 is the guest's hvc0. The other ports are the three streams of a
+//! command, which pass bytes unchanged and much faster than a terminal.
 
 mod control;
 mod input;
@@ -23,25 +23,25 @@ pub(crate) use input::PortInput;
 const F_SIZE: u64 = 1;
 /// VIRTIO_CONSOLE_F_MULTIPORT: there are control queues and more ports.
 const F_MULTIPORT: u64 = 2;
-/// Bytes that are moved at once.
+/// Number of bytes that are moved at once.
 const CHUNK: usize = 1 << 16;
-/// Entries of a queue, and of one that will not see much.
+/// Number of entries of a queue, and of one with little traffic.
 const QUEUE_LEN: u16 = 64;
 const QUEUE_LEN_SMALL: u16 = 16;
 /// The control queues.
 const CONTROL_RECEIVE: usize = 2;
 const CONTROL_TRANSMIT: usize = 3;
-/// Queues of port 0 and control; each other port has two more.
+/// Number of queues of port 0 and of control; each other port has two more.
 const QUEUES: usize = 4;
 
-/// What a port is for.
+/// A port.
 #[derive(Clone)]
 pub(crate) enum Port {
-    /// hvc0, which goes both ways.
+    /// hvc0, in both directions.
     Console(Arc<PortInput>, Arc<Output>),
-    /// A stream to the guest, by this name.
+    /// A stream of this name to the guest.
     In(&'static str, Arc<PortInput>),
-    /// A stream from the guest, by this name.
+    /// A stream of this name from the guest.
     Out(&'static str, Arc<Output>),
 }
 
@@ -60,7 +60,7 @@ impl Port {
         }
     }
 
-    /// How sysfs shows it in the guest; consoles have no name.
+    /// Returns the name that sysfs shows in the guest. Consoles have none.
     fn name(&self) -> Option<&'static str> {
         match self {
             Self::Console(..) => None,
@@ -69,9 +69,9 @@ impl Port {
     }
 }
 
-/// The device.
+/// The console device.
 pub(crate) struct Console {
-    /// The first is the console.
+    /// The ports; the first is the console.
     ports: Vec<Port>,
     control: Control,
     /// Rows and columns.
@@ -80,7 +80,7 @@ pub(crate) struct Console {
     chunk: Vec<u8>,
 }
 
-/// The receive queue of a port; its transmit queue is the next.
+/// Returns the receive queue of a port. Its transmit queue is the next one.
 fn receive_queue(port: usize) -> usize {
     match port {
         0 => 0,
@@ -88,7 +88,7 @@ fn receive_queue(port: usize) -> usize {
     }
 }
 
-/// The port that a queue is of, unless it is one for control.
+/// Returns the port of a queue, unless it is a control queue.
 fn port_of(queue: usize) -> Option<usize> {
     match queue {
         0 | 1 => Some(0),
@@ -98,7 +98,7 @@ fn port_of(queue: usize) -> Option<usize> {
 }
 
 impl Console {
-    /// A device with these ports, the console first.
+    /// Makes a device with these ports, the console first.
     pub(crate) fn new(ports: Vec<Port>, size: Option<(u16, u16)>) -> Self {
         Self {
             control: Control::new(ports.len()),
@@ -124,7 +124,7 @@ impl Console {
         let Some(input) = self.ports.get(port).and_then(Port::input) else {
             return Ok(Progress::default());
         };
-        // Linux throws away what comes before a program has opened the port.
+        // Linux drops what comes before a program has opened the port.
         if port != 0 && !self.control.is_open(port) {
             return Ok(Progress::default());
         }
@@ -154,7 +154,7 @@ impl Console {
         let chunk = &mut self.chunk;
         serve_chains(queue, memory, |chain| {
             let mut reader = chain.reader(memory)?;
-            // The stream rings when there is room: the others go on until then.
+            // The output rings when there is room. The other ports go on until then.
             if output.is_some_and(|output| output.is_full()) {
                 return Ok(Step::Wait);
             }
@@ -172,7 +172,7 @@ impl Console {
         })
     }
 
-    /// Messages to the driver.
+    /// Sends messages to the driver.
     fn tell(&mut self, queue: &mut Queue, memory: &GuestMemory) -> Result<Progress, Broken> {
         let control = &mut self.control;
         serve_chains(queue, memory, |chain| {
@@ -180,7 +180,7 @@ impl Console {
             let Some(message) = control.next() else {
                 return Ok(Step::Wait);
             };
-            // A buffer that is too small gets what fits, as a driver's mistake.
+            // A buffer that is too small gets what fits in it; that is the driver's mistake.
             let len = message.len().min(writer.available_bytes());
             writer
                 .write_all(message.get(..len).unwrap_or_default())
@@ -189,7 +189,7 @@ impl Console {
         })
     }
 
-    /// Messages from the driver.
+    /// Handles messages from the driver.
     fn listen(&mut self, queue: &mut Queue, memory: &GuestMemory) -> Result<Progress, Broken> {
         let control = &mut self.control;
         let ports = &self.ports;
@@ -212,7 +212,7 @@ impl Console {
             Ok(Step::Done(0))
         })?;
         self.ring(CONTROL_RECEIVE);
-        // A port that was opened now may have input.
+        // A port that has just been opened may have input.
         for port in 1..self.ports.len() {
             self.ring(receive_queue(port));
         }
@@ -223,7 +223,7 @@ impl Console {
 impl Backend for Console {
     fn profile(&self) -> Profile {
         let (rows, columns) = self.size.unwrap_or((0, 0));
-        // Columns, rows, number of ports, emergency write.
+        // The configuration has columns, rows, number of ports, emergency write.
         let mut config = columns.to_le_bytes().to_vec();
         config.extend(rows.to_le_bytes());
         let count = u32::try_from(self.ports.len()).unwrap_or(1);
@@ -264,7 +264,8 @@ impl Backend for Console {
         }
     }
 
-    /// What the driver says comes last: a port that it closes has then given all its bytes.
+    /// Returns the order of the queues. The driver's messages come last: a port that it closes has given all its bytes
+    /// then.
     fn order(&self) -> Vec<usize> {
         let queues = self.profile().queue_sizes.len();
         let is_said = |queue: &usize| *queue == CONTROL_TRANSMIT;

@@ -1,9 +1,10 @@
-//! Whether a qcow2 image's tables agree, before anything is written to it.
+//! Checks that a qcow2 image's tables agree, before anything is written to it.
 //!
-//! `imago` believes what it reads. In an image whose counts of references are wrong it would write over what is in use, and on some it calls itself without
-//! an end. So what `qemu-img check` would find is found here first. An image that passes has, for each cluster, at least as many references counted as there
-//! are; no table in a cluster that anything else uses; and nothing marked as its own (`COPIED`) that is shared. Clusters that are counted and not used
-//! are no danger.
+//! `imago` believes what it reads. In an image with wrong reference counts it would write over clusters that are in
+//! use, and on some images it recurses without end. So what `qemu-img check` would find is found here first. In an
+//! image that passes, each cluster has at least as many references counted as there are; no table is in a cluster that
+//! anything else uses; and nothing that is shared is marked as its own (`COPIED`). Clusters that are counted and not
+//! used are no danger.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom};
@@ -11,22 +12,22 @@ use std::os::unix::fs::FileExt;
 
 use super::header::{Tables, be32, be64};
 
-/// An entry's cluster has no other user.
+/// Bit of an entry whose cluster has no other user.
 const COPIED: u64 = 1 << 63;
-/// What an entry of an L2 table leads to is compressed.
+/// Bit of an L2 entry that leads to compressed data.
 const COMPRESSED: u64 = 1 << 62;
-/// Where an entry leads to.
+/// Bits of an entry that are the offset it leads to.
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// More are not counted: a count is two bytes.
+/// Maximum number of clusters that are counted, in two bytes each.
 const CLUSTERS_MAX: u64 = 1 << 28;
-/// As in QEMU: bytes of an L1 table, and of a table of reference counts.
+/// Maximum size in bytes of an L1 table, and of a table of reference counts, as in QEMU.
 const L1_MAX: u64 = 32 << 20;
 const COUNTS_MAX: u64 = 8 << 20;
 const SNAPSHOTS_MAX: u32 = 65536;
-/// The disk's own tables mark the cluster as their own.
+/// Bit of a cluster that the disk's own tables mark as their own.
 const OWN: u16 = 1 << 15;
 
-/// Why the image may not be written, if it may not.
+/// Returns an error that says why the image may not be written to.
 pub(super) fn check(file: &File, tables: &Tables) -> Result<(), String> {
     Check::new(file, *tables)?.run()
 }
@@ -34,7 +35,7 @@ pub(super) fn check(file: &File, tables: &Tables) -> Result<(), String> {
 struct Check<'a> {
     file: &'a File,
     tables: Tables,
-    /// References to each cluster, and [`OWN`].
+    /// The number of references to each cluster, and [`OWN`].
     used: Vec<u16>,
 }
 
@@ -73,7 +74,7 @@ impl<'a> Check<'a> {
             self.uses(*at, *len)?;
         }
         self.l1(tables.l1, tables.l1_entries, COPIED)?;
-        // What is found once here is found nowhere else.
+        // Each of these is used once, and by nothing else.
         for (at, len) in fixed {
             for cluster in self.clusters(at, len)? {
                 if self.used.get(cluster) != Some(&1) {
@@ -88,7 +89,7 @@ impl<'a> Check<'a> {
         1 << self.tables.cluster_bits
     }
 
-    /// The clusters of a range, which has to be in the file.
+    /// Returns the clusters of a range, which has to be in the file.
     fn clusters(&self, at: u64, len: u64) -> Result<std::ops::Range<usize>, String> {
         let bits = self.tables.cluster_bits;
         let last = at.checked_add(len).map(|end| end.div_ceil(1 << bits));
@@ -97,7 +98,7 @@ impl<'a> Check<'a> {
         Ok((at >> bits) as usize..last as usize)
     }
 
-    /// One more reference to each cluster of a range.
+    /// Counts one more reference to each cluster of a range.
     fn uses(&mut self, at: u64, len: u64) -> Result<(), String> {
         let range = self.clusters(at, len)?;
         for count in self.used.get_mut(range).unwrap_or_default() {
@@ -109,7 +110,8 @@ impl<'a> Check<'a> {
         Ok(())
     }
 
-    /// The same of one cluster that an entry leads to. `marks`: the bits of entries that say that it is their own.
+    /// Counts one more reference to the cluster that an entry leads to. `marks`: the bits of entries that mark the
+    /// cluster as their own.
     fn entry(&mut self, entry: u64, marks: u64) -> Result<u64, String> {
         let at = entry & OFFSET;
         if !at.is_multiple_of(self.cluster()) {
@@ -135,7 +137,7 @@ impl<'a> Check<'a> {
         Ok(bytes)
     }
 
-    /// What is behind the file's end is zero.
+    /// Reads bytes; behind the file's end there are zeros.
     fn read(&self, mut bytes: &mut [u8], mut at: u64) -> Result<(), String> {
         while !bytes.is_empty() {
             let read = match self.file.read_at(bytes, at) {
@@ -150,7 +152,7 @@ impl<'a> Check<'a> {
         Ok(())
     }
 
-    /// A table of tables, and all that they lead to.
+    /// Counts an L1 table, and all clusters that it leads to.
     fn l1(&mut self, at: u64, count: u32, marks: u64) -> Result<(), String> {
         let len = u64::from(count) * 8;
         if len > L1_MAX {
@@ -172,7 +174,7 @@ impl<'a> Check<'a> {
 
     fn data(&mut self, entry: u64, marks: u64) -> Result<(), String> {
         if entry & COMPRESSED == 0 {
-            // Nothing is there, or zeros without a cluster.
+            // Other entries are empty, or stand for zeros without a cluster.
             if entry & OFFSET != 0 {
                 self.entry(entry, marks)?;
             }
@@ -189,7 +191,7 @@ impl<'a> Check<'a> {
         self.uses(at, end - at)
     }
 
-    /// Where snapshots' tables are, whose clusters are counted.
+    /// Returns where the snapshots' tables are, whose clusters it counts.
     fn snapshots(&mut self) -> Result<Vec<(u64, u64)>, String> {
         let Tables {
             snapshots,
@@ -211,7 +213,7 @@ impl<'a> Check<'a> {
             let (l1, l1_entries) = (be64(&head, 0), be32(&head, 8));
             let names = u64::from(be32(&head, 12) >> 16) + u64::from(be32(&head, 12) & 0xffff);
             let extra = u64::from(be32(&head, 36));
-            // Its marks were right when it was taken.
+            // Marks in a snapshot's tables were right when it was taken.
             self.l1(l1, l1_entries, 0)?;
             if l1_entries > 0 {
                 fixed.push((l1, u64::from(l1_entries) * 8));
@@ -222,7 +224,7 @@ impl<'a> Check<'a> {
         Ok(fixed)
     }
 
-    /// Compares what is counted in the image with what was found.
+    /// Compares the image's reference counts with the references that were found.
     fn compare(&self, blocks: &[u8]) -> Result<(), String> {
         let order = self.tables.counts_order;
         let per_block = ((self.cluster() * 8) >> order) as usize;
@@ -251,7 +253,7 @@ fn entries(table: &[u8]) -> impl Iterator<Item = u64> + '_ {
     entries.iter().copied().map(u64::from_be_bytes)
 }
 
-/// A reference count of 2^`order` bits.
+/// Returns a reference count of 2^`order` bits.
 fn count(block: &[u8], index: usize, order: u32) -> u64 {
     let byte = |n: usize| u64::from(block.get(n).copied().unwrap_or(0));
     if order < 3 {

@@ -1,12 +1,13 @@
-//! Image formats that are not raw disks. Taken for one, such a file is destroyed by the first write.
+//! Image formats that are not raw disks. A file of such a format that is used as a raw disk is destroyed by the first
+//! write.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// The one that can be used.
+/// The format among these that can be used.
 pub(super) const QCOW2: &str = "a qcow2 image";
 
-/// What a file begins with, from an offset on.
+/// Formats with the bytes that a file has at an offset.
 const STARTS: [(&str, usize, &[u8]); 18] = [
     (QCOW2, 0, b"QFI\xfb"),
     ("a QED image", 0, b"QED\0"),
@@ -27,10 +28,10 @@ const STARTS: [(&str, usize, &[u8]); 18] = [
     ("an archive (zip)", 0, b"PK\x03\x04"),
     ("an archive (7z)", 0, b"7z\xbc\xaf\x27\x1c"),
 ];
-/// The same for its last 512 bytes.
+/// Formats with the bytes that the last 512 bytes of a file begin with.
 const ENDS: [(&str, &[u8]); 2] = [("a VHD image", b"conectix"), ("a DMG image", b"koly")];
 
-/// The format of a file that is certainly no raw disk.
+/// Returns the format of a file that is certainly not a raw disk.
 pub(super) fn foreign(file: &File, len: u64) -> Option<&'static str> {
     let mut bytes = [0; 128];
     let read = read_at(file, &mut bytes, 0);
@@ -46,7 +47,7 @@ pub(super) fn foreign(file: &File, len: u64) -> Option<&'static str> {
     })
 }
 
-/// As much of it as can be read.
+/// Returns as many bytes as can be read.
 fn read_at<'a>(file: &File, bytes: &'a mut [u8], at: u64) -> &'a [u8] {
     let len = file.read_at(bytes, at).unwrap_or(0);
     bytes.get(..len).unwrap_or_default()

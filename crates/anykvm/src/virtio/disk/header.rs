@@ -1,21 +1,22 @@
-//! What a qcow2 image says of itself, looked at before anything is made of it.
+//! The header of a qcow2 image, which is checked before the image is used.
 //!
-//! `imago` opens what it can read. Refused here is what it does not look at (an encrypted image would be taken for a plain one), what it is not
-//! careful with, and what has a name for a user.
+//! `imago` opens what it can read. Here images are refused because of what it does not look at (an encrypted image
+//! would be taken for a plain one), because of what it does not handle with care, and where a user needs a clear
+//! reason.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Bytes of a header of version 3, and of version 2.
+/// Lengths of a header of version 3, and of version 2, in bytes.
 const LEN: usize = 104;
 const LEN_2: u64 = 72;
-/// Extensions of the header: the end, the backing file's format, names of features.
+/// Extensions of the header: the end, the backing file's format, the names of features.
 const END: u32 = 0;
 const BACKING_FORMAT: u32 = 0xe279_2aca;
 const FEATURE_NAMES: u32 = 0x6803_f857;
-/// Bytes of a feature's name.
+/// Length of a feature's name in bytes.
 const FEATURE_LEN: u32 = 48;
-/// What a reader has to know, by bit.
+/// Features that a reader has to know, by bit.
 const FEATURES: [&str; 5] = [
     "it was not closed properly: repair it with qemu-img check -r all",
     "it is damaged: repair it with qemu-img check -r all",
@@ -30,10 +31,10 @@ pub(super) struct Tables {
     pub(super) cluster_bits: u32,
     pub(super) l1: u64,
     pub(super) l1_entries: u32,
-    /// The blocks of reference counts.
+    /// The table of blocks of reference counts.
     pub(super) counts: u64,
     pub(super) counts_clusters: u32,
-    /// A count has 2^n bits.
+    /// A reference count has 2^n bits.
     pub(super) counts_order: u32,
     pub(super) snapshots: u32,
     pub(super) snapshots_at: u64,
@@ -43,15 +44,15 @@ pub(super) struct Tables {
 #[derive(Debug)]
 pub(super) struct Header {
     pub(super) tables: Tables,
-    /// Bytes of the disk.
+    /// Length of the disk in bytes.
     pub(super) len: u64,
-    /// The file that it rests on, as it says.
+    /// The backing file that the header names.
     pub(super) backing: Option<String>,
     pub(super) backing_format: Option<String>,
 }
 
 impl Header {
-    /// Why the image cannot be used, if it cannot.
+    /// Reads a header. The error says why the image cannot be used.
     pub(super) fn read(file: &File) -> Result<Self, String> {
         let mut bytes = [0; LEN];
         let mut read = 0;
@@ -86,7 +87,7 @@ impl Header {
             ));
         }
         let len = be64(&bytes, 24);
-        // A cluster of an L2 table has entries of eight bytes.
+        // An L2 table takes a cluster, and has entries of eight bytes.
         let covered = u128::from(be32(&bytes, 36)) << (2 * cluster_bits - 3);
         if u128::from(len) > covered {
             return Err("its first table is too short".into());
@@ -130,13 +131,13 @@ impl Header {
         Ok(header)
     }
 
-    /// What follows the header, up to the first cluster's end.
+    /// Reads the extensions behind the header, up to the end of the first cluster.
     fn extensions(&mut self, file: &File, start: u64, cluster: u64) -> Result<(), String> {
         let mut at = start;
         loop {
             let mut head = [0; 8];
             if at + 8 > cluster || file.read_exact_at(&mut head, at).is_err() {
-                // Nothing has to follow an image's header of version 2.
+                // A header of version 2 need not have extensions.
                 return Ok(());
             }
             at += 8;

@@ -22,23 +22,24 @@ use crate::error::BootError;
 use option::{Format, WORDS, advice};
 use qcow2::Qcow2;
 
-/// What virtio counts disks in.
+/// The unit in which virtio counts a disk.
 pub(super) const SECTOR: u64 = 512;
-/// What of a disk goes from one process to another: its lock.
+/// A disk's lock, which passes from one process to another.
 #[derive(Debug)]
 pub(crate) struct DiskHold {
     file: File,
     image: Option<Arc<Qcow2>>,
-    /// Bytes.
+    /// Length in bytes.
     pub(crate) len: u64,
     pub(crate) is_read_only: bool,
     pub(crate) serial: String,
-    /// Another process can open it, too.
+    /// True if another process can open the disk, too.
     pub(crate) is_shared: bool,
 }
 
 impl DiskHold {
-    /// Another process may have it: all that was written is there for whoever opens the file. A reboot of the host is another matter.
+    /// Releases the disk, so that another process may have it. All that was written is there for whoever opens the
+    /// file, but may be lost if the host crashes.
     pub(crate) fn give(&self) -> std::io::Result<()> {
         if let Some(image) = &self.image {
             image.end()?;
@@ -47,7 +48,7 @@ impl DiskHold {
         self.file.unlock()
     }
 
-    /// It is ours: false if another process has it.
+    /// Takes the disk. Returns false if another process has it.
     pub(crate) fn take(&self) -> std::io::Result<bool> {
         let mut is_free = is_locked(&self.file, self.is_read_only);
         if let Some(image) = &self.image {
@@ -59,7 +60,7 @@ impl DiskHold {
         Ok(is_free)
     }
 
-    /// Nobody uses it any more: what is written is in its file.
+    /// Ends the use of the disk: all that was written is in its file afterwards.
     pub(crate) fn end(&self) -> Result<(), BootError> {
         let ended = self.image.as_ref().map_or(Ok(()), |image| image.end());
         ended.map_err(|error| BootError::DiskLost {
@@ -69,33 +70,33 @@ impl DiskHold {
     }
 }
 
-/// False if another process has it.
+/// Locks the file. Returns false if another process has it.
 fn is_locked(file: &File, is_read_only: bool) -> bool {
     let locked = if is_read_only {
         file.try_lock_shared()
     } else {
         file.try_lock()
     };
-    // File systems without locks have none.
+    // On a file system without locks, no other user can be found.
     !matches!(locked, Err(TryLockError::WouldBlock))
 }
 
 /// An open disk.
 #[derive(Debug)]
 pub(crate) struct Disk {
-    /// It is a file of the user's.
+    /// True if the disk is a file of the user's.
     is_shared: bool,
     file: File,
-    /// `None`: the file's bytes are the disk's.
+    /// The qcow2 image. `None` if the file's bytes are the disk's.
     image: Option<Arc<Qcow2>>,
-    /// Bytes.
+    /// Length in bytes.
     pub(super) len: u64,
     pub(super) is_read_only: bool,
     pub(super) serial: String,
 }
 
 impl Disk {
-    /// Opens the file; refuses what cannot be a disk or is one of another running guest.
+    /// Opens the file. Refuses files that cannot be a disk, or belong to another running guest.
     pub(crate) fn open(option: &DiskOption, index: usize) -> Result<Self, BootError> {
         let bad = |reason| BootError::BadDisk {
             path: option.path.clone(),
@@ -109,7 +110,7 @@ impl Disk {
         }
     }
 
-    /// The same while another process still has it.
+    /// Opens the file while another process still has it.
     pub(crate) fn open_unlocked(option: &DiskOption, index: usize) -> Result<Self, BootError> {
         let path = &option.path;
         let unreadable = |source| BootError::Unreadable {
@@ -170,7 +171,7 @@ impl Disk {
         })
     }
 
-    /// A file that is nobody else's.
+    /// Makes a disk of a file that nobody else has.
     pub(crate) fn own(mut file: File, serial: &str) -> Result<Self, BootError> {
         let len = file
             .seek(SeekFrom::End(0))
@@ -185,12 +186,12 @@ impl Disk {
         })
     }
 
-    /// The serial number that the guest knows.
+    /// Sets the serial number by which the guest knows the disk.
     pub(crate) fn call(&mut self, serial: &str) {
         self.serial = serial.into();
     }
 
-    /// Its length and whether it is written to, for a target to check, and its file's lock.
+    /// Returns the disk's lock, with its length and whether it is written to, for a target to check.
     pub(crate) fn hold(&self) -> Result<DiskHold, BootError> {
         let file = self
             .file
@@ -206,7 +207,7 @@ impl Disk {
         })
     }
 
-    /// Fills `data` from byte `at`.
+    /// Fills `data` with the bytes from `at` on.
     pub(super) fn read(&self, data: &mut [u8], at: u64) -> std::io::Result<()> {
         match &self.image {
             Some(image) => image.read(data, at),
@@ -222,7 +223,7 @@ impl Disk {
         }
     }
 
-    /// Returns when everything written is on the medium.
+    /// Returns once everything that was written is on the medium.
     pub(super) fn flush(&self) -> std::io::Result<()> {
         match &self.image {
             Some(image) => image.flush(),
@@ -230,20 +231,20 @@ impl Disk {
         }
     }
 
-    /// Gives the space back; the content is then undefined (zeros, where the host can do it).
+    /// Gives the space back. The content is undefined then (zeros, where the host supports that).
     pub(super) fn discard(&self, at: u64, len: u64) -> std::io::Result<()> {
         if let Some(image) = &self.image {
             return image.discard(at, len);
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         match rustix::fs::fallocate(&self.file, flags, at, len) {
-            // A hint: a file system that cannot do it does nothing.
+            // Discarding is a hint: a file system that does not support it does nothing.
             Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
             other => Ok(other?),
         }
     }
 
-    /// Makes a range read as zeros; keeps its space unless `unmaps`.
+    /// Makes a range read as zeros. Keeps its space unless `unmaps`.
     pub(super) fn write_zeroes(&self, at: u64, len: u64, unmaps: bool) -> std::io::Result<()> {
         let done = match &self.image {
             Some(image) => image.write_zeroes(at, len, unmaps),
@@ -274,14 +275,14 @@ impl Disk {
         Ok(rustix::fs::fallocate(&self.file, flags, at, len)?)
     }
 
-    /// Any file.
+    /// Opens any file.
     #[cfg(test)]
     pub(super) fn for_test(path: &std::path::Path, is_read_only: bool) -> Self {
         let option = DiskOption {
             is_read_only,
             ..DiskOption::new(path.into(), "test-disk")
         };
-        // The worker of an earlier device may still have it.
+        // The worker of an earlier device may still have the file.
         let mut opened = Self::open(&option, 0);
         for _ in 0..1000 {
             if opened.is_ok() {
@@ -294,7 +295,7 @@ impl Disk {
     }
 }
 
-/// How the file is a disk.
+/// Returns the format in which the file is a disk.
 fn format_of(file: &File, len: u64, option: &DiskOption) -> Result<Format, String> {
     if let Some(format) = option.format {
         return Ok(format);

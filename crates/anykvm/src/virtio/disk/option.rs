@@ -1,34 +1,34 @@
-//! What `--disk` says.
+//! The option `--disk`.
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Bytes of a serial number.
+/// Maximum length of a serial number in bytes.
 pub(in crate::virtio) const SERIAL_MAX: usize = 20;
-/// What may follow a file's name.
+/// Words that may follow a file's name.
 pub(super) const WORDS: &str = ",ro ,serial=NAME ,format=raw|qcow2 and ,backing=PATH";
 
-/// How an image's bytes are a disk's.
+/// How a file's bytes are a disk's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
     Raw,
     Qcow2,
 }
 
-/// `PATH[,ro][,serial=NAME][,format=raw|qcow2][,backing=PATH…]`.
+/// A disk of `--disk PATH[,ro][,serial=NAME][,format=raw|qcow2][,backing=PATH…]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DiskOption {
     pub(super) path: PathBuf,
     pub(super) is_read_only: bool,
     pub(super) serial: Option<String>,
-    /// Whatever it looks like.
+    /// The format, whatever the file looks like.
     pub(super) format: Option<Format>,
-    /// What the image rests on, and what that rests on, and so on.
+    /// The backing files: the image's, that one's, and so on.
     pub(super) backing: Vec<PathBuf>,
 }
 
 impl DiskOption {
-    /// A disk that is written to.
+    /// Makes the option of a disk that is written to.
     pub(crate) fn new(path: PathBuf, serial: &str) -> Self {
         Self {
             serial: Some(serial.into()),
@@ -52,7 +52,7 @@ impl FromStr for DiskOption {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut option = Self::at(PathBuf::new());
-        // From the end, so that a path may have commas before them.
+        // The words are taken from the end, so that a path may have commas before them.
         let mut rest = text;
         while let Some((before, word)) = rest.rsplit_once(',') {
             if ["ro", "readonly", "readonly=on", "ro=on"].contains(&word) {
@@ -87,12 +87,12 @@ impl FromStr for DiskOption {
     }
 }
 
-/// QEMU's way to name the file.
+/// Returns the path, without the word that QEMU has before it.
 fn rest_of(text: &str) -> String {
     text.strip_prefix("file=").unwrap_or(text).to_owned()
 }
 
-/// What to do with an image of another format.
+/// Returns what a user can do with an image of another format.
 pub(super) fn advice(path: &str) -> String {
     format!(
         "only raw disks and qcow2 images can be used; convert it: qemu-img convert -O raw {path} {path}.raw"

@@ -1,7 +1,7 @@
 //! qcow2 images, by the crate `imago`.
 //!
-//! An image names no file that is opened: what it rests on is named by the user, layer for layer. So whoever makes an image, or a guest that writes one on
-//! its raw disk, has no file of the host's by it.
+//! No file is opened because an image names it: the user names the backing files, layer by layer. So neither the maker
+//! of an image, nor a guest that writes one to its raw disk, gets a file of the host by it.
 
 use std::fs::File;
 use std::io;
@@ -21,7 +21,7 @@ use crate::lock::lock;
 /// A stack of images.
 type Access = FormatAccess<Storage>;
 
-/// A file, and what it is.
+/// A file, and its format.
 #[derive(Debug)]
 struct Layer {
     file: File,
@@ -51,20 +51,21 @@ impl Layer {
     }
 }
 
-/// An image on what it rests on.
+/// An image with its backing files.
 #[derive(Debug)]
 pub(super) struct Qcow2 {
-    /// The image first.
+    /// The layers, the image first.
     layers: Vec<Layer>,
     is_read_only: bool,
-    /// Bytes of the disk.
+    /// Length of the disk in bytes.
     pub(super) len: u64,
-    /// While the disk is ours. What it knows of the image's tables would be wrong after another process has had it.
+    /// `imago`'s access, while the disk is ours. What it knows of the image's tables would be wrong after another
+    /// process has had the disk.
     access: Mutex<Option<Access>>,
 }
 
 impl Qcow2 {
-    /// An image, which is not yet ours, on the files that the user names.
+    /// Makes an image, which is not yet ours, with the backing files that the user names.
     pub(super) fn new(file: File, is_read_only: bool, backing: Vec<File>) -> Result<Self, String> {
         let mut header = Header::read(&file)?;
         let len = header.len;
@@ -93,12 +94,12 @@ impl Qcow2 {
             len,
             access: Mutex::default(),
         };
-        // Whether it can be opened, without a change.
+        // This checks that the image can be opened, without changing it.
         image.open(true).map_err(|error| error.to_string())?;
         Ok(image)
     }
 
-    /// The disk is ours from now on.
+    /// Begins the use of the disk, which is ours from now on.
     pub(super) fn begin(&self) -> io::Result<()> {
         let mut access = lock(&self.access);
         if access.is_none() {
@@ -107,7 +108,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// All that was written is in the file, and nothing more will be.
+    /// Ends the use of the disk: all that was written is in the file, and nothing more will be.
     pub(super) fn end(&self) -> io::Result<()> {
         let mut access = lock(&self.access);
         if !self.is_read_only
@@ -129,7 +130,7 @@ impl Qcow2 {
         })
     }
 
-    /// Does something with the image. One that `imago` cannot go on with is left as it is.
+    /// Does something with the image. If `imago` cannot go on with it, the image is left as it is.
     fn with<T>(&self, work: impl FnOnce(&mut Access) -> io::Result<T>) -> io::Result<T> {
         let mut access = lock(&self.access);
         let open = access.as_mut().ok_or_else(not_ours)?;
@@ -140,7 +141,7 @@ impl Qcow2 {
             done
         });
         if !is_whole {
-            // Its end would write back what it knows.
+            // If the access were dropped, it would write back what it knows.
             access.take().map(std::mem::forget).unwrap_or_default();
         }
         done
@@ -170,7 +171,7 @@ impl Qcow2 {
         }
     }
 
-    /// Makes a range read as zeros; [`io::ErrorKind::Unsupported`] if that takes writing them.
+    /// Makes a range read as zeros. Returns [`io::ErrorKind::Unsupported`] if the zeros would have to be written.
     pub(super) fn write_zeroes(&self, at: u64, len: u64, unmaps: bool) -> io::Result<()> {
         self.with(|image| {
             if unmaps {
@@ -181,24 +182,24 @@ impl Qcow2 {
         })
     }
 
-    /// The files that are only read: nobody may write them meanwhile.
+    /// Returns the backing files, which nobody may write to meanwhile.
     pub(super) fn below(&self) -> impl Iterator<Item = &File> {
         self.layers.iter().skip(1).map(|layer| &layer.file)
     }
 }
 
-/// Opens what an image rests on.
+/// Opens a backing file.
 pub(super) fn open_below(path: &Path) -> Result<File, String> {
     let cannot = |error: io::Error| format!("what it rests on, {}: {error}", path.display());
     let kind = std::fs::metadata(path).map_err(cannot)?.file_type();
-    // Opening others may wait.
+    // Opening another kind of file may block.
     if !kind.is_file() && !std::os::unix::fs::FileTypeExt::is_block_device(&kind) {
         return Err(cannot(io::Error::other("not a file or block device")));
     }
     File::open(path).map_err(cannot)
 }
 
-/// What a layer is: as the image above it says, or what it looks like.
+/// Returns a layer's format: the one that the image above it names, or the one that the file looks like.
 fn format_of(file: &File, said: Option<&str>) -> Result<Format, String> {
     match said {
         Some("raw" | "file" | "host_device") => Ok(Format::Raw),
@@ -216,10 +217,10 @@ fn not_ours() -> io::Error {
     io::Error::other("the disk is not in use here")
 }
 
-/// A panic is an error.
+/// Turns a panic into an error.
 fn contained<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(io::Error::other(PANIC)))
 }
 
-/// What a panic is then called.
+/// The text of an error that was a panic.
 pub(super) const PANIC: &str = "the image cannot be worked on";

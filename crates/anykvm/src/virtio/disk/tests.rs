@@ -1,4 +1,4 @@
-//! qcow2 images against `qemu-img`, which makes them, checks them and reads them.
+//! Compares qcow2 images with `qemu-img`, which makes them, checks them and reads them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,10 +6,10 @@ use std::process::Command;
 
 use super::*;
 
-/// A multiple of no cluster.
+/// Length of the disks; not a multiple of a cluster.
 const LEN: usize = (5 << 20) + 3 * 512;
 
-/// A folder of the test's own.
+/// A folder of the test.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -20,7 +20,7 @@ impl Folder {
         Self(path)
     }
 
-    /// Runs `qemu-img` in it; what it says, if it succeeds.
+    /// Runs `qemu-img` in the folder. Returns what it prints, if it succeeds.
     fn qemu_img(&self, arguments: &[&str]) -> Result<String, String> {
         let output = Command::new("qemu-img")
             .current_dir(&self.0)
@@ -48,7 +48,7 @@ impl Folder {
     }
 
     fn open(&self, option: &str) -> Result<(Disk, DiskHold), String> {
-        // Names without a folder are the folder's.
+        // Names without a folder are in the test's folder.
         let text = option.replace("backing=", &format!("backing={}/", self.0.display()));
         let option = format!("{}/{text}", self.0.display()).parse().unwrap();
         let disk = Disk::open(&option, 0).map_err(|error| error.to_string())?;
@@ -56,7 +56,7 @@ impl Folder {
         Ok((disk, hold))
     }
 
-    /// The image as `qemu-img` reads it, which has to be without a fault.
+    /// Returns the image's content as `qemu-img` reads it. The image has to be without errors.
     fn content(&self, name: &str) -> Vec<u8> {
         self.qemu_img(&["check", "-q", "-f", "qcow2", name])
             .unwrap_or_else(|why| panic!("{name}: {why}"));
@@ -79,7 +79,7 @@ impl Drop for Folder {
     }
 }
 
-/// Numbers by a seed.
+/// Random numbers from a seed.
 struct Random(u64);
 
 impl Random {
@@ -90,7 +90,7 @@ impl Random {
         (self.0 >> 11) as usize % bound
     }
 
-    /// Some sectors of a disk, from and to a byte.
+    /// Returns some sectors of a disk: the first byte, and the first behind them.
     fn range(&mut self) -> (usize, usize) {
         let sectors = LEN / 512;
         let most = if self.below(8) == 0 { 400 } else { 20 };
@@ -107,7 +107,7 @@ impl Random {
     }
 }
 
-/// What a guest may do, on the disk and on bytes in memory.
+/// Does what a guest may do, on the disk and on bytes in memory.
 fn exercise(disk: &Disk, model: &mut [u8], seed: u64, steps: usize) {
     let mut random = Random(seed);
     for step in 0..steps {
@@ -131,7 +131,7 @@ fn exercise(disk: &Disk, model: &mut [u8], seed: u64, steps: usize) {
             }
             8 => {
                 disk.discard(at, len).unwrap();
-                // Whatever is there now stays.
+                // A discarded range may have any content, which stays from now on.
                 disk.read(part, at).unwrap();
             }
             _ => disk.flush().unwrap(),
@@ -156,7 +156,7 @@ fn images_of_all_kinds_are_read_and_written() {
         let folder = Folder::new("kinds");
         folder.create("image", kind, &[]);
         let mut model = vec![0; LEN];
-        // An image is left and taken again.
+        // The image is released and taken again.
         for round in 0..3 {
             let (disk, hold) = folder.open("image").unwrap();
             assert_eq!(disk.len, LEN as u64);
@@ -175,7 +175,7 @@ fn what_an_image_rests_on_stays_as_it_is() {
         let folder = Folder::new("below");
         let base: Vec<u8> = Random(77).bytes(len);
         fs::write(folder.path("bytes"), &base).unwrap();
-        // Compressed clusters, too.
+        // The image also gets compressed clusters.
         folder
             .qemu_img(&[
                 "convert",
@@ -259,7 +259,7 @@ fn an_image_is_only_read_if_that_is_said() {
     assert!(fs::read(folder.path("image")).unwrap() == before);
 }
 
-/// Bytes of a file.
+/// Overwrites bytes of a file.
 fn patch(path: &Path, at: u64, bytes: &[u8]) {
     let file = OpenOptions::new().write(true).open(path).unwrap();
     file.write_all_at(bytes, at).unwrap();
@@ -292,7 +292,7 @@ fn what_cannot_be_used_is_refused_and_stays() {
         ("odd", 24, 1000u64.to_be_bytes().to_vec()),
         ("empty", 24, 0u64.to_be_bytes().to_vec()),
         ("unaligned", 40, 77u64.to_be_bytes().to_vec()),
-        // Its last name would be cut off.
+        // The last name in this table would be cut off.
         ("names", 116, 385u32.to_be_bytes().to_vec()),
     ];
     for (name, at, bytes) in &patched {
@@ -349,7 +349,7 @@ fn an_image_has_one_writer_and_what_it_rests_on_none() {
     }
     folder.open("base,ro").unwrap();
     drop((one, two));
-    // A guest that moves: the other side sees what was written, and this one nothing any more.
+    // The guest moves: the other side reads what was written, and this one has nothing of it any more.
     let (disk, here) = folder.open("one,backing=base").unwrap();
     let option = format!("{0}/one,backing={0}/base", folder.0.display());
     let there = Disk::open_unlocked(&option.parse().unwrap(), 0).unwrap();
@@ -364,7 +364,7 @@ fn an_image_has_one_writer_and_what_it_rests_on_none() {
     assert_eq!((bytes[0], bytes[511], bytes[512]), (9, 9, 7));
 }
 
-/// What is damaged anywhere is an error or is read as something else; and nothing more than that.
+/// An image that is damaged anywhere causes errors, or is read as something else, and has no other effect.
 #[test]
 fn damaged_images_are_errors() {
     let folder = Folder::new("damaged");
@@ -396,7 +396,7 @@ fn attempt(folder: &Folder, name: &str, image: &[u8], seed: u64) {
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let mut bytes = image.to_vec();
     for _ in 0..=random.below(6) {
-        // The header, the tables, anything: what is not data is at the start and at the end.
+        // The header, the tables or anything else is damaged. Tables are at the image's begin and end.
         let from = [0, 0, bytes.len().saturating_sub(4096), 512][random.below(4)];
         let within = [112, 512, 4096, 1 << 18, bytes.len()][random.below(5)];
         let at = (from + random.below(within)).min(bytes.len() - 8);
@@ -405,7 +405,7 @@ fn attempt(folder: &Folder, name: &str, image: &[u8], seed: u64) {
             1 => bytes[at] = random.below(256) as u8,
             2 => bytes[at & !7..][..8].fill(0),
             _ => {
-                // An entry that leads to somewhere in the file.
+                // The entry leads to somewhere in the file.
                 let to = random.below(image.len()) as u64 & !511 | (random.below(4) as u64) << 62;
                 bytes[at & !7..][..8].copy_from_slice(&to.to_be_bytes());
             }

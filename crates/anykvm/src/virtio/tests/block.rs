@@ -13,7 +13,7 @@ const UNSUPP: u8 = 2;
 const STATUS: u64 = BUFFER + 0x800;
 const DATA: u64 = BUFFER + 0x1000;
 
-/// A disk whose sector `n` is full of bytes `n`; removed when dropped.
+/// A disk whose sector `n` is full of bytes `n`. The file is removed when this is dropped.
 pub(super) struct Image(PathBuf);
 
 impl Image {
@@ -39,7 +39,7 @@ impl Drop for Image {
     }
 }
 
-/// One request: type, sector, data; its status and the used length.
+/// Makes one request: type, sector, data. Returns its status and the used length.
 fn request(driver: &Driver, count: u16, kind: u32, sector: u64, len: u32, write: u16) -> (u8, u32) {
     let mut header = kind.to_le_bytes().to_vec();
     header.extend([0; 4]);

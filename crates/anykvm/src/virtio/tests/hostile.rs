@@ -1,4 +1,4 @@
-//! Drivers that break the rules: the device stops until it is reset, and works again after that.
+//! Drivers that break the rules. The device stops until it is reset, and works again after that.
 
 use super::block::Image;
 use super::{BUFFER, Driver, INDIRECT, MEM, NEEDS_RESET, NEXT, QUEUE_LEN, WRITE};
@@ -21,7 +21,7 @@ fn chains_that_are_no_requests() {
     let image = Image::new("chains");
     let driver = Driver::ready(image.backend(false), 1);
     let table = BUFFER + 0x4000;
-    // An indirect table whose only entry is an indirect table.
+    // The only entry of this indirect table is an indirect table.
     driver.put(table, &table.to_le_bytes());
     driver.put(table + 8, &[16, 0, 0, 0, 4, 0, 0, 0]);
     type Row = (&'static str, u16, Vec<(u64, u32, u16, u16)>);
@@ -100,7 +100,7 @@ fn a_circle_of_written_buffers_ends() {
     let image = Image::new("circle");
     let driver = Driver::ready(image.backend(false), 1);
     driver.put(BUFFER, &[0; 16]);
-    // Header, then the same data buffer for ever: some answer must come.
+    // The chain has a header, and then the same data buffer for ever. The device has to answer in some way.
     let data = (BUFFER + 0x1000, 512, NEXT | WRITE, 1);
     driver.submit(0, 0, &[HEADER, data]);
     driver.broken_or_used(0, 1);
@@ -147,7 +147,7 @@ fn notifications_for_what_is_not_there() {
     for queue in [0, 1, 2, 1000] {
         driver.notify(queue);
     }
-    // DRIVER_OK without any queue.
+    // The driver sets DRIVER_OK without any queue.
     driver.negotiate(1 << 32);
     driver.set_status(0xf);
     driver.notify(0);
@@ -167,7 +167,7 @@ fn a_reset_while_requests_run() {
             driver.submit(0, 0, &[HEADER, data, STATUS]);
         }
         driver.set_status(0);
-        // The device has let go of the rings.
+        // The device no longer uses the rings.
         let used = driver.used_count(0);
         driver.notify(0);
         std::thread::sleep(std::time::Duration::from_micros(100));

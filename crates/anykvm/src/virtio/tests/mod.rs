@@ -1,4 +1,4 @@
-//! A driver for the tests: PCI discovery, negotiation, queues, all through the guest's interface.
+//! A driver for the tests: PCI discovery, negotiation and queues, all through the guest's interface.
 
 mod block;
 mod hostile;
@@ -19,9 +19,9 @@ use crate::pci::routes::tests::vm;
 
 pub(super) const MEM: u64 = 8 << 20;
 pub(super) const QUEUE_LEN: u16 = 16;
-/// Where the rings of queue 0 are, and those of the next ones follow.
+/// Address of the rings of queue 0; those of the next queues follow.
 const RINGS: u64 = 0x1_0000;
-/// Where the tests put their buffers.
+/// Address of the tests' buffers.
 pub(super) const BUFFER: u64 = 0x10_0000;
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -33,20 +33,20 @@ pub(super) const FEATURES_OK: u8 = 8;
 const READY: u8 = 0xf;
 pub(super) const NEEDS_RESET: u8 = 0x40;
 
-/// Descriptor table, available ring, used ring.
+/// Returns the addresses of descriptor table, available ring and used ring.
 pub(super) fn rings(queue: u16) -> [u64; 3] {
     let start = RINGS + u64::from(queue) * 0x1000;
     [start, start + 0x400, start + 0x800]
 }
 
-/// A device and its driver's view of it.
+/// A device, and its driver's view of it.
 pub(super) struct Driver {
     pub(super) device: VirtioPci,
     pub(super) memory: GuestMemory,
 }
 
 impl Driver {
-    /// In slot 1, nothing negotiated.
+    /// Makes a device in slot 1, with nothing negotiated.
     pub(super) fn new(backend: Box<dyn Backend>) -> Self {
         let vm = vm();
         let memory = memory::allocate(MEM).unwrap();
@@ -55,7 +55,7 @@ impl Driver {
         Self { device, memory }
     }
 
-    /// Negotiated, and with its first `queues` queues running.
+    /// Makes a device whose features are negotiated and whose first `queues` queues run.
     pub(super) fn ready(backend: Box<dyn Backend>, queues: u16) -> Self {
         let driver = Self::new(backend);
         driver.start(queues);
@@ -73,7 +73,7 @@ impl Driver {
         self.set_status(READY);
     }
 
-    /// ACKNOWLEDGE, DRIVER, the features, FEATURES_OK.
+    /// Negotiates: ACKNOWLEDGE, DRIVER, the features, FEATURES_OK.
     pub(super) fn negotiate(&self, features: u64) {
         self.set_status(0);
         self.set_status(3);
@@ -114,7 +114,7 @@ impl Driver {
         self.put(rings(queue)[1] + 2, &idx.to_le_bytes());
     }
 
-    /// How many buffers the device has used.
+    /// Returns how many buffers the device has used.
     pub(super) fn used_count(&self, queue: u16) -> u16 {
         self.get16(rings(queue)[2] + 2)
     }
@@ -123,14 +123,14 @@ impl Driver {
         self.write(0x3000 + u64::from(queue) * 4, &queue.to_le_bytes());
     }
 
-    /// Waits until `count` buffers are used; the length of the last.
+    /// Waits until `count` buffers are used. Returns the length of the last.
     pub(super) fn used(&self, queue: u16, count: u16) -> u32 {
         self.wait("a used buffer", || self.used_count(queue) == count);
         let place = rings(queue)[2] + 4 + u64::from((count - 1) % QUEUE_LEN) * 8;
         u32::from_le_bytes(self.get(place + 4, 4).try_into().unwrap())
     }
 
-    /// Waits until the device asks for a reset, or `count` buffers are used.
+    /// Waits until the device needs a reset, or `count` buffers are used. Returns true for the former.
     pub(super) fn broken_or_used(&self, queue: u16, count: u16) -> bool {
         let is_broken = || self.status() & NEEDS_RESET != 0;
         self.wait("the end of the request", || {

@@ -1,4 +1,4 @@
-//! Entropy and console.
+//! Tests of the entropy device and of the console.
 
 use super::{BUFFER, Driver, NEXT, WRITE};
 use crate::devices::Output;
@@ -17,7 +17,7 @@ fn random_bytes_fill_what_is_offered() {
     let first = driver.get(BUFFER, 32);
     assert_ne!(first, [0; 32]);
     assert_ne!(first, driver.get(BUFFER + 0x100, 32));
-    // Nothing to write to, and more than is given at once.
+    // The first chain has no buffer to write to, the second one more room than is filled at once.
     driver.submit(0, 0, &[(BUFFER, 32, 0, 0)]);
     assert_eq!(driver.used(0, 2), 0);
     driver.submit(0, 0, &[(BUFFER, 1 << 20, WRITE, 0)]);
@@ -32,7 +32,7 @@ fn console_input_waits_for_buffers_and_buffers_for_input() {
     let console = Console::new(vec![Port::Console(input.clone(), output.clone())], size);
     let driver = Driver::ready(Box::new(console), 2);
     assert_eq!(driver.read(0x2000), [80, 0, 24, 0]);
-    // Input first.
+    // The input comes before the buffer.
     input.feed(b"hello");
     driver.submit(0, 0, &[(BUFFER, 4, WRITE, 0)]);
     assert_eq!(driver.used(0, 1), 4);
@@ -40,7 +40,7 @@ fn console_input_waits_for_buffers_and_buffers_for_input() {
     driver.submit(0, 0, &[(BUFFER, 4, WRITE, 0)]);
     assert_eq!(driver.used(0, 2), 1);
     assert_eq!(driver.get(BUFFER, 1), b"o");
-    // Buffer first.
+    // The buffer comes before the input.
     driver.submit(0, 0, &[(BUFFER, 64, WRITE, 0)]);
     input.feed(b"again");
     assert_eq!(driver.used(0, 3), 5);

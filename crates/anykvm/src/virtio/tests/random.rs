@@ -1,5 +1,5 @@
-//! Random drivers: register writes, rings and descriptors without sense. The device may refuse
-//! anything, but it must work after a reset.
+//! Random drivers: register writes, rings and descriptors without sense. The device may refuse anything, but has to
+//! work after a reset.
 
 use super::block::Image;
 use super::{BUFFER, Driver, MEM, NEXT, QUEUE_LEN, WRITE, rings};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 const ROUNDS: u32 = 40;
 const STEPS: u32 = 300;
 
-/// SplitMix64.
+/// A SplitMix64 generator.
 struct Random(u64);
 
 impl Random {
@@ -27,7 +27,7 @@ impl Random {
         self.next() % limit
     }
 
-    /// Mostly inside of RAM, sometimes at its end or far out.
+    /// Returns an address: mostly in RAM, sometimes at its end or far outside.
     fn address(&mut self) -> u64 {
         match self.below(8) {
             0 => self.next(),
@@ -90,7 +90,7 @@ fn torture(seed: u64, queues: u16, backend: impl Fn() -> Box<dyn Backend>) {
         for _ in 0..STEPS {
             step(&driver, &mut random, queues);
         }
-        // The last queue of each device takes a buffer that may only be read.
+        // The last queue of each device gets a buffer that may only be read.
         for at in [0x10, 4] {
             driver.device.write_config(at, &[0; 2]);
         }
@@ -121,7 +121,7 @@ fn consoles_survive_random_drivers() {
         input.feed(&[b'x'; 1000]);
         Box::new(Console::new(vec![Port::Console(input, output())], None))
     });
-    // With control queues; the last queue is the stream that nobody reads.
+    // The device has control queues; the last queue is a stream that nobody reads.
     torture(4, 8, || {
         let ports = vec![
             Port::Console(Arc::default(), output()),

@@ -1,4 +1,4 @@
-//! Configuration space, common configuration, interrupts.
+//! Tests of configuration space, common configuration and interrupts.
 
 use super::block::Image;
 use super::{BUFFER, Driver, FEATURES_OK, QUEUE_LEN, WRITE, rings};
@@ -11,7 +11,7 @@ fn config32(driver: &Driver, at: u16) -> u32 {
     u32::from_le_bytes(data)
 }
 
-/// Capabilities as (offset, id, virtio type).
+/// Returns the capabilities as (offset, id, virtio type).
 fn capabilities(driver: &Driver) -> Vec<(u16, u8, u8)> {
     let mut at = config32(driver, 0x34) as u16 & 0xff;
     let mut found = Vec::new();
@@ -35,7 +35,7 @@ fn discovery() {
     let mut kinds: Vec<u8> = found.iter().skip(1).map(|(.., kind)| *kind).collect();
     kinds.sort_unstable();
     assert_eq!(kinds, [1, 2, 3, 4, 5]);
-    // Two vectors; table and pending bits do not overlap.
+    // There are two vectors. Table and pending bits do not overlap.
     assert_eq!(config32(&driver, found[0].0) >> 16, 1);
     assert_eq!(driver.device.window(), Some((0xc001_0000, 0x1_0000)));
 }
@@ -82,7 +82,7 @@ fn registers_read_back_within_their_limits() {
     driver.write(28, &1u16.to_le_bytes());
     driver.write(36, &[0; 4]);
     assert_eq!(driver.read(36), 0x1122_3344u32.to_le_bytes(), "enabled");
-    // A queue that is not there has size 0.
+    // A queue that does not exist has size 0.
     driver.write(22, &7u16.to_le_bytes());
     assert_eq!(read16(24), 0);
     driver.write(24, &16u16.to_le_bytes());
@@ -98,7 +98,7 @@ fn every_access_of_the_bar_is_harmless() {
     let driver = Driver::new(image.backend(false));
     for at in (0u64..0x1_0000).step_by(2).chain([0xffff, u64::MAX]) {
         for len in [1, 2, 4, 8] {
-            // Not the status: it would activate queues without memory, which is tested elsewhere.
+            // The status is left out: it would activate queues without memory, which is tested elsewhere.
             let mut data = vec![0xa5; len];
             driver.device.write(at, &data);
             driver.device.read(at, &mut data);
@@ -127,7 +127,7 @@ fn intx_follows_the_isr() {
 fn msix_pending_bits_show_masked_interrupts() {
     let driver = Driver::new(Box::new(Rng));
     let (at, ..) = capabilities(&driver)[0];
-    // Enabled, with all vectors masked.
+    // MSI-X is enabled, with all vectors masked.
     driver.device.write_config(at + 2, &0xc000u16.to_le_bytes());
     driver.negotiate(1 << 32);
     driver.write(26, &1u16.to_le_bytes());

@@ -1,4 +1,4 @@
-//! Branches, calls, loops, and code that is written.
+//! Branches, calls, loops, and code that is overwritten.
 
 use iced_x86::{Code, Instruction, MemoryOperand, OpKind, Register as R};
 use x86_defs::control::cr4;
@@ -10,11 +10,11 @@ use super::super::{
 };
 use super::single;
 
-/// Where in [`PRIVATE`] loops within a program count their turns.
+/// Offset in [`PRIVATE`] of the counter of loops within a program.
 const TURNS_LEFT: u64 = 0x400;
 
 impl Builder<'_> {
-    /// Branches forward, calls, and jumps through registers and memory.
+    /// Returns a branch forward, a call, or a jump through a register or memory.
     pub(in crate::jit) fn control(&mut self, n: usize) -> Element {
         const JCC: [Code; 16] = [
             Code::Jo_rel32_64,
@@ -58,7 +58,7 @@ impl Builder<'_> {
             9..13 => return single(branch(Code::Call_rel32_64), function),
             _ => {}
         }
-        // By a register, or through memory.
+        // The branch goes by a register, or through memory.
         let is_call = self.calls || r.one_in(2);
         let register = general(r, registers);
         let mut lea = plain(Code::Lea_r64_m);
@@ -82,7 +82,7 @@ impl Builder<'_> {
                 e.push(plain(Code::Retnq));
             }
             k => {
-                // Just below the stack's top, or in a place of its own.
+                // The slot is just below the stack's top, or a place of its own.
                 let slot = if k == 2 {
                     MemoryOperand::with_base_displ(R::RSP, -8)
                 } else {
@@ -115,7 +115,7 @@ impl Builder<'_> {
             let body = self.any();
             e.code.extend(body.code);
         }
-        // RSP may be anything: a way back that does not need it.
+        // RSP may have any value, so the way back does not use it.
         if self.r.one_in(6) {
             e.push(made(Instruction::with1(
                 Code::Retnq_imm16,
@@ -127,7 +127,7 @@ impl Builder<'_> {
         e
     }
 
-    /// One that mostly returns, and calls others in between: the function `n`.
+    /// Returns the function `n`, which mostly returns, and calls others in between.
     pub(in crate::jit) fn callee(&mut self, n: usize) -> Element {
         let mut e = Element::default();
         let saved = self.r.one_in(2).then(|| general(&mut self.r, 16));
@@ -148,7 +148,7 @@ impl Builder<'_> {
         e
     }
 
-    /// Between registers, some by flags of what comes before a call.
+    /// Adds steps between registers; some use flags that are set before a call.
     pub(in crate::jit) fn plain_steps(&mut self, e: &mut Element) {
         const STEPS: [Code; 7] = [
             Code::Mov_r64_rm64,
@@ -174,12 +174,12 @@ impl Builder<'_> {
         }
     }
 
-    /// Back to the start, a few times.
+    /// Returns a branch back to the start, which is taken a few times.
     pub(in crate::jit) fn again(&self) -> Element {
         self.count_down(0, Code::Jne_rel32_64, 0)
     }
 
-    /// How many turns a loop makes within the program.
+    /// Returns the element that says how many turns a loop within the program makes.
     pub(in crate::jit) fn turns(&mut self) -> Element {
         let turns = 2 + self.r.below(4) as u32;
         let mut e = Element::default();
@@ -189,13 +189,13 @@ impl Builder<'_> {
         e
     }
 
-    /// Its end; the first element of its body is given.
+    /// Returns the end of that loop. `body` is the first element of its body.
     pub(in crate::jit) fn next_turn(&mut self, body: usize) -> Element {
         let back = self.r.pick(&[Code::Jne_rel32_64, Code::Jg_rel32_64]);
         self.count_down(TURNS_LEFT, back, body)
     }
 
-    /// Back to an element by the branch, after the counter at an offset.
+    /// Returns a branch back to the element `to`, with the counter at an offset.
     pub(in crate::jit) fn count_down(&self, counter: u64, back: Code, to: usize) -> Element {
         let mut e = Element::default();
         let dec = Instruction::with1(Code::Dec_rm32, self.private(counter));
@@ -209,7 +209,7 @@ impl Builder<'_> {
         MemoryOperand::with_base_displ(R::RIP, at as i64)
     }
 
-    /// An instruction whose immediate is written over.
+    /// Returns an instruction whose immediate is overwritten.
     pub(in crate::jit) fn patchable(&mut self) -> Element {
         let registers = self.registers;
         let mut e = Element::default();

@@ -1,5 +1,4 @@
-//! Elements that are no random forms: control flow, the stack, system
-//! instructions, code that changes code.
+//! Elements that are not random forms: control flow, the stack, system instructions, code that changes code.
 
 mod control;
 mod system;
@@ -12,7 +11,7 @@ use super::{
     program::{Element, Fix, Target},
 };
 
-/// What [`Builder::neighbours`] accesses memory by.
+/// Forms of accesses in [`Builder::neighbours`].
 const FORMS: [Code; 14] = [
     Code::Mov_r64_rm64,
     Code::Mov_rm64_r64,
@@ -29,7 +28,7 @@ const FORMS: [Code; 14] = [
     Code::Cmove_r64_rm64,
     Code::Xchg_rm64_r64,
 ];
-/// The same of aligned memory.
+/// Forms of accesses to aligned memory.
 const ALIGNED: [Code; 4] = [
     Code::Movaps_xmm_xmmm128,
     Code::Movaps_xmmm128_xmm,
@@ -38,7 +37,7 @@ const ALIGNED: [Code; 4] = [
 ];
 
 impl Builder<'_> {
-    /// RSP to the stack.
+    /// Returns accesses to the stack; RSP may be set first.
     pub(super) fn stack(&mut self) -> Element {
         let mut e = Element::default();
         let r = &mut self.r;
@@ -111,11 +110,11 @@ impl Builder<'_> {
         e
     }
 
-    /// Accesses close to each other, by registers that move by constants.
+    /// Returns accesses close to each other, by registers that move by constants.
     pub(super) fn neighbours(&mut self) -> Element {
         let registers = self.registers;
         let mut e = Element::default();
-        // Some accesses have to be aligned, and nearly all of them are.
+        // Some accesses have to be aligned, and nearly all of those are.
         let step = if self.r.one_in(3) { 16 } else { 1 };
         let mut bases = [R::RSP; 2];
         for b in &mut bases {
@@ -159,7 +158,7 @@ impl Builder<'_> {
                     e.push(made(Instruction::with1(code, general(r, registers))));
                 }
                 5 if !values => {
-                    // Something of which nothing is known.
+                    // The register gets a value of which nothing is known.
                     values = true;
                     e.push(made(Instruction::with2(
                         Code::And_rm64_imm8,
@@ -197,7 +196,7 @@ impl Builder<'_> {
         e
     }
 
-    /// A string instruction; operands overlap, counts may be those of a page.
+    /// Returns a string instruction. Operands overlap, and counts may be those of a page.
     pub(super) fn string(&mut self) -> Element {
         const CODES: [Code; 20] = [
             Code::Movsb_m8_m8,
@@ -273,7 +272,7 @@ impl Builder<'_> {
         e.push(mov(R::RSI, from));
         e.push(mov(R::RCX, count));
         if r.one_in(3) {
-            // Something to find: what is there, or a run of the same.
+            // There is something to find: the element in memory, or one that is repeated there.
             e.push(mov(R::RAX, r.below(2).wrapping_neg()));
         }
         e.push(i);
@@ -288,7 +287,7 @@ impl Builder<'_> {
         e
     }
 
-    /// Loads MXCSR or the x87 control word, mostly with all exceptions masked.
+    /// Returns a load of MXCSR or the x87 control word, mostly with all exceptions masked.
     pub(super) fn fp_control(&mut self) -> Element {
         let registers = self.registers;
         let mut e = Element::default();
@@ -332,7 +331,7 @@ fn single(i: Instruction, to: Target) -> Element {
     e
 }
 
-/// `code` with a memory operand, and register `n` or `v` for the other.
+/// Returns `code` with a memory operand, and register `n` or the immediate `v` as the other operand.
 fn neighbour(code: Code, m: MemoryOperand, n: u32, v: i8) -> Instruction {
     let register = match code {
         Code::Mov_rm8_r8 => [R::AL, R::CL, R::DL, R::BL][n as usize % 4],

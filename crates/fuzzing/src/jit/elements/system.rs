@@ -1,4 +1,4 @@
-//! What kernels do: flags, interrupts, control registers.
+//! Instructions of kernels: flags, interrupts, control registers.
 
 use iced_x86::{Code, Instruction, Mnemonic as M, OpKind, Register as R};
 use x86_defs::{
@@ -12,7 +12,7 @@ use super::super::{
     program::{Element, Fix, Target},
 };
 
-/// Flags that POPF may set: all but TF, which belongs to another engine.
+/// Flags that POPF may set: all but TF, with which another engine executes.
 const POPF: u64 =
     rflags::ARITH | rflags::DF | rflags::NT | rflags::ID | rflags::IF | rflags::IOPL | rflags::AC;
 
@@ -33,7 +33,7 @@ impl Builder<'_> {
         e
     }
 
-    /// IRETQ to what follows, at the same level.
+    /// Returns an IRETQ to the next instruction, at the same level.
     pub(in crate::jit) fn interrupt_return(&mut self, n: usize) -> Element {
         let registers = self.registers;
         let mut e = Element::default();
@@ -72,7 +72,7 @@ impl Builder<'_> {
             return self.key_rights();
         }
         if r.one_in(6) {
-            // With REX.W an address to memory is 16 bits all the same.
+            // Even with REX.W, a store to memory has 16 bits.
             let mut i = plain(r.pick(&[Code::Mov_rm16_Sreg, Code::Mov_r32m16_Sreg]));
             i.set_op0_kind(OpKind::Memory);
             i.set_op1_register(R::ES + r.below(6) as u32);
@@ -89,7 +89,7 @@ impl Builder<'_> {
             e.push(plain(Code::Syscall));
             return e;
         }
-        // At CPL 3 most of it is #GP.
+        // At CPL 3 most of these raise #GP.
         if self.cpl == 3 && !(self.wild && r.one_in(8)) {
             let mut i = plain(Code::Mov_r64m16_Sreg);
             i.set_op0_register(general(r, registers));
@@ -155,7 +155,8 @@ impl Builder<'_> {
         e
     }
 
-    /// Changes bits of CR0 and, mostly, makes FP instructions possible again if they are not. In between may be one.
+    /// Returns a change of CR0's bits, and mostly another that enables FP instructions again. An FP instruction may be
+    /// between the two.
     pub(in crate::jit) fn change_cr0(&mut self) -> Element {
         let registers = self.registers;
         let mut e = Element::default();
@@ -194,7 +195,7 @@ impl Builder<'_> {
         e
     }
 
-    /// RDFSBASE and its like.
+    /// Returns RDFSBASE, or another of its kind.
     fn segment_base(&mut self) -> Element {
         let registers = self.registers;
         let mut e = Element::default();
@@ -217,7 +218,7 @@ impl Builder<'_> {
         e
     }
 
-    /// WRPKRU and RDPKRU.
+    /// Returns WRPKRU and RDPKRU.
     fn key_rights(&mut self) -> Element {
         let mut e = Element::default();
         let r = &mut self.r;

@@ -16,16 +16,16 @@ use crate::{
     operands::{BASES16, Operands},
 };
 
-/// Addresses of instructions before they have any.
+/// The first of the numbers that stand for addresses of instructions before these are known.
 const LABEL: u64 = 0x1000;
-/// Instructions of an element at most.
+/// Maximum number of bytes of an element.
 const ROOM: u64 = 32;
 
-/// What programs are made of.
+/// The forms that programs are made of.
 #[derive(Debug)]
 pub(super) struct Forms {
     integer: Vec<Code>,
-    /// Results that manuals leave open are those of the interpreter's model.
+    /// True if results that manuals leave open are those of the interpreter's model.
     exact: bool,
 }
 
@@ -54,7 +54,7 @@ impl Forms {
 pub(super) struct Element {
     pub(super) code: Vec<Instruction>,
     to: Option<usize>,
-    /// Left out.
+    /// True if the element is left out.
     pub(super) off: bool,
 }
 
@@ -110,7 +110,7 @@ impl Program {
             code: vec![plain(Code::Hlt)],
             ..Element::default()
         });
-        // What calls lead to.
+        // The function that calls lead to.
         let mut function = b.any();
         let wide = b.r.one_in(2);
         function.code.push(plain(if b.bits == 32 || wide {
@@ -145,7 +145,7 @@ impl Program {
         }
     }
 
-    /// Where its code is.
+    /// Returns the linear address of the code.
     pub(super) fn linear(&self) -> u64 {
         self.start.seg[x86_defs::reg::CS].base + self.start.rip()
     }
@@ -155,7 +155,7 @@ impl Program {
         kept.unwrap_or(self.elements.len() - 3)
     }
 
-    /// `None` if something cannot be encoded, or there is no room.
+    /// Returns the program's bytes. `None` if something cannot be encoded, or there is no room.
     pub(super) fn assemble(&self) -> Option<Vec<u8>> {
         let mut list = Vec::new();
         for (n, e) in self.elements.iter().enumerate().filter(|(_, e)| !e.off) {
@@ -208,13 +208,13 @@ impl Builder<'_> {
     fn branch(&mut self, n: usize, count: usize) -> Element {
         use Code as C;
         if self.r.one_in(16) {
-            // To before the program, and before CS's begin where it is near.
+            // The branch leads to before the program, and to before CS's begin where that is near.
             let back = 0x80 + self.r.below(0x7e) as u8;
             let opcode = self.r.pick(&[0xeb, 0x74, 0x75, 0x72, 0x7d]);
             return self.one(Instruction::with_declare_byte_2(opcode, back));
         }
         let wide = self.bits == 32 || self.r.one_in(3);
-        // Mostly onward: loops count.
+        // Most branches lead forward, as loops need counters.
         let mut to = n + 1 + self.r.below(4) as usize;
         let code = match self.r.below(8) {
             0 => {
@@ -270,7 +270,7 @@ impl Builder<'_> {
         };
         if matches!(i.mnemonic(), M::Loop) {
             e.code.push(mov32(R::ECX, 1 + self.r.below(3) as u32));
-            // The counter is set before what is repeated: this is a loop of one element.
+            // The counter is set before this element, which is a loop of one element.
             e.to = Some(n + 1);
         }
         e.code.push(i);
@@ -292,7 +292,7 @@ impl Builder<'_> {
         self.one(plain(code))
     }
 
-    /// INT, and a call that is returned from by RETF.
+    /// Returns INT, or a call that RETF returns from.
     fn far(&mut self, count: usize) -> Element {
         if self.r.one_in(4) {
             let i = Instruction::with1(Code::Int_imm8, self.r.below(256) as u32);
@@ -320,7 +320,7 @@ impl Builder<'_> {
         }
     }
 
-    /// RETF to anywhere. What is there may have results that manuals leave open.
+    /// Returns a RETF to anywhere. The code there may have results that manuals leave open.
     fn far_away(&mut self, wide: bool) -> Element {
         let mut e = self.one(plain(if wide { Code::Retfd } else { Code::Retfw }));
         let selector: u32 = match self.kind {
@@ -337,7 +337,7 @@ impl Builder<'_> {
         e
     }
 
-    /// An offset for an access of so many bytes: limits are near now and then.
+    /// Returns an offset for an access of `size` bytes. Now and then it is near the limit.
     pub(super) fn offset(&mut self, size: u64) -> u32 {
         let r = &mut self.r;
         let edge = |r: &mut Random, at: u64| at.wrapping_sub(r.below(size + 2)) as u32;

@@ -1,8 +1,8 @@
 //! Translation against interpretation where segments have bases and limits: random programs in real mode, in virtual-8086
 //! mode, and in protected mode with code of 16 and of 32 bits.
 //!
-//! There is no paging. Interrupts and exceptions lead to a HLT each. Not compared: arithmetic flags after an exception
-//! or exit (see [`super`]).
+//! There is no paging. Each interrupt and exception leads to a HLT. Arithmetic flags are not compared after an
+//! exception or exit (see [`super`]).
 
 mod generate;
 mod pieces;
@@ -21,17 +21,17 @@ use self::{
 };
 use super::machine::{Machine, Weather};
 
-/// Returns to the run loop after which a program is given up.
+/// Number of returns to the run loop after which a program is given up.
 const PATIENCE: u32 = 4_000;
 
 /// How much was tested.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Summary {
-    /// Programs that were compared.
+    /// Number of programs that were compared.
     pub compared: u64,
-    /// Of these, ended with their last instruction.
+    /// Number of these that ended with their last instruction.
     pub completed: u64,
-    /// Given up because they took too long.
+    /// Number of programs that were given up because they took too long.
     pub endless: u64,
     /// Counters of the translator.
     pub stats: x86_jit::Stats,
@@ -60,7 +60,7 @@ impl Segments {
         })
     }
 
-    /// As [`Self::new`], with the translator's own comparison switched on.
+    /// Does what [`Self::new`] does, and turns lock-step on.
     ///
     /// # Errors
     /// Memory cannot be mapped.
@@ -70,12 +70,12 @@ impl Segments {
         Ok(all)
     }
 
-    /// Entries into translated code that were compared with the interpreter.
+    /// Returns the number of entries into translated code that were compared with the interpreter.
     pub fn stretches(&self) -> u64 {
         self.jit.stretches()
     }
 
-    /// What was done so far.
+    /// Returns how much was tested so far.
     pub fn summary(&self) -> Summary {
         Summary {
             stats: self.jit.stats(),
@@ -83,7 +83,7 @@ impl Segments {
         }
     }
 
-    /// Runs the program of a seed on both.
+    /// Runs the program of a seed on both machines.
     ///
     /// # Errors
     /// What differs, with the shortest program found that shows it.
@@ -107,7 +107,7 @@ impl Segments {
         Err(format!("seed {seed:#x}\n{}{report}", listing(&program)))
     }
 
-    /// The listing of a seed's program.
+    /// Returns the listing of a seed's program.
     pub fn listing(&self, seed: u64) -> String {
         listing(&Program::new(&self.forms, seed))
     }
@@ -143,7 +143,7 @@ impl Segments {
             let _ = writeln!(d, "stop: interpreter {theirs:?}, translated {ours:?}");
         }
         if theirs == RunStop::TripleFault {
-            // Flags may have been pushed anywhere on the way.
+            // Flags may have been pushed to anywhere on the way.
             return if d.is_empty() { Ok(()) } else { Err(d) };
         }
         let mut memories = [a.memory().to_vec(), b.memory().to_vec()];
@@ -190,7 +190,7 @@ fn is_in_handler(cpu: &CpuState) -> bool {
     (HANDLERS..HANDLERS_END).contains(&at)
 }
 
-/// Arithmetic flags, and what was pushed of them.
+/// Clears arithmetic flags, and those that were pushed.
 fn forget_flags(cpu: &mut CpuState, memory: &mut [u8]) {
     cpu.rflags &= !rflags::ARITH;
     if !is_in_handler(cpu) {
@@ -202,7 +202,7 @@ fn forget_flags(cpu: &mut CpuState, memory: &mut [u8]) {
     } else {
         0xffff
     };
-    // Frames of words of 16 and 32 bits, with an error code and without.
+    // Frames have words of 16 and 32 bits, with an error code and without.
     let word = if cpu.is_protected() { 4 } else { 2 };
     for n in 2..4 {
         let offset = cpu.gpr[reg::RSP].wrapping_add(n * word) & mask;

@@ -1,4 +1,4 @@
-//! Elements that are no random forms: the stack, segment registers, pointers, strings.
+//! Elements that are not random forms: the stack, segment registers, pointers, strings.
 
 use iced_x86::{Code, Instruction, Mnemonic as M, OpKind, Register as R};
 
@@ -36,7 +36,7 @@ impl Builder<'_> {
         };
         let mut e = self.one(i);
         if matches!(i.mnemonic(), M::Popf | M::Popfd) {
-            // Nothing but what may be set.
+            // Only flags that may be set are set.
             let flags = (self.r.next() & 0xcd5) as u32 | if self.r.one_in(2) { 0x200 } else { 0 };
             let word = if i.mnemonic() == M::Popf {
                 C::Push_imm16
@@ -56,7 +56,7 @@ impl Builder<'_> {
         e
     }
 
-    /// MOV, PUSH and POP of segment registers.
+    /// Returns MOV, PUSH or POP of a segment register.
     pub(super) fn segment(&mut self) -> Element {
         use Code as C;
         let s = self
@@ -110,7 +110,7 @@ impl Builder<'_> {
         e
     }
 
-    /// LDS and its kin.
+    /// Returns LDS, or another of its kind.
     pub(super) fn pointer(&mut self) -> Element {
         let mut i = plain(self.r.pick(&[
             Code::Lds_r16_m1616,

@@ -12,16 +12,16 @@ use crate::{Random, jit::machine, state};
 
 pub(super) use machine::RAM;
 
-/// Where interrupts lead: a HLT each.
+/// Handlers of interrupts, a HLT each.
 pub(super) const HANDLERS: u64 = 0x2800;
 pub(super) const HANDLERS_END: u64 = 0x2a00;
 const GDT: u64 = 0x800;
 const IDT: u64 = 0x1000;
 const TSS: u64 = 0x2000;
-/// Top of the stack of what leaves virtual-8086 mode, or CPL 3.
+/// Top of the stack that is used when virtual-8086 mode or CPL 3 is left.
 const FRAMES: u64 = 0x3800;
 
-/// What a program executes in.
+/// The mode that a program executes in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SegmentMode {
     Real,
@@ -41,7 +41,7 @@ impl SegmentMode {
     ];
 }
 
-/// Selectors that programs may load: of these data segments, in protected mode.
+/// Selectors that programs may load in protected mode, of these data segments.
 pub(super) const DATA_SELECTORS: [u16; 6] = [0x18, 0x20, 0x28, 0x30, 0x38, 0];
 
 pub(super) fn initial_memory() -> Vec<u8> {
@@ -49,7 +49,7 @@ pub(super) fn initial_memory() -> Vec<u8> {
     let mut put = |at: u64, v: u64| {
         m[at as usize..at as usize + 8].copy_from_slice(&v.to_le_bytes());
     };
-    // Code, data; data of 64 KiB, of 4 KiB, read-only, expand-down, of 4 GiB with a base.
+    // Code and data; data of 64 KiB, of 4 KiB, read-only, expand-down, of 4 GiB with a base.
     for (n, d) in [
         0,
         0x00cf_9b00_0000_ffff_u64,
@@ -67,7 +67,7 @@ pub(super) fn initial_memory() -> Vec<u8> {
     }
     for vector in 0..256 {
         let to = HANDLERS + vector;
-        // Of real mode, and an interrupt gate of 32 bits that any level may use.
+        // The entry of real mode, and an interrupt gate of 32 bits that any level may use.
         m[4 * vector as usize..][..2].copy_from_slice(&(to as u16).to_le_bytes());
         let gate = to & 0xffff | 8 << 16 | 0xee << 40;
         m[(IDT + 8 * vector) as usize..][..8].copy_from_slice(&gate.to_le_bytes());
@@ -87,7 +87,7 @@ fn segment(base: u64, limit: u32, attr: u32, selector: u16) -> Segment {
     }
 }
 
-/// Segments; returns CS's base.
+/// Sets segments. Returns CS's base.
 fn set_segments(r: &mut Random, kind: SegmentMode, cpu: &mut CpuState) -> u64 {
     let base = |r: &mut Random| match r.below(3) {
         0 => 0x8000 + 0x1000 * r.below(0x28),
@@ -136,7 +136,7 @@ fn set_segments(r: &mut Random, kind: SegmentMode, cpu: &mut CpuState) -> u64 {
     code
 }
 
-/// A start state. Code is at the linear address of its RIP.
+/// Returns a start state. The code is at the linear address of its RIP.
 pub(super) fn start(r: &mut Random, kind: SegmentMode) -> CpuState {
     let mut cpu = state::cpu(state::host_features(), Oracle::Bits32);
     cpu.cr0 = cr0::NE | cr0::ET | cr0::MP;
@@ -159,7 +159,7 @@ pub(super) fn start(r: &mut Random, kind: SegmentMode) -> CpuState {
         }
     }
     if kind == SegmentMode::Protected32 && r.one_in(3) {
-        // What iPXE does: one base for all, and no limit.
+        // iPXE has such segments: one base for all, and no limit.
         for n in 0..6 {
             let is_code = n == reg::CS;
             let attr = if is_code { 0xc09b } else { 0xc093 };

@@ -10,8 +10,9 @@
 //!         …
 //!         jcc find, or holds; after a poll: jmp again
 //! find:   if the last pass was short, for some times: jmp holds, or again
-//!         for each group at a constant distance from registers of which an iteration changes at most one, by a constant:
-//!             look for it as for the next iteration, ANCHOR = host address - that register; not in the TLB: jmp again
+//!         for each group at a constant distance from registers, of which an iteration changes at most one, by a
+//!             constant: look for it as for the next iteration, ANCHOR = host address - that register; not in the TLB:
+//!             jmp again
 //!         iterations = those that all groups stay in their pages for, or in the pages behind these that are neighbours
 //!             in the host's memory, too; few: jmp again
 //!         r12 += CREDIT, once between two polls; r12 = iterations * n, OWED = what that is less than before
