@@ -117,6 +117,24 @@ fn main() {
         mmu.flush(cpu, Flush::Pcid((cpu.cr3 & 0xfff) as u16));
         black_box(mmu.read::<u64>(cpu, GVA, Current).ok());
     });
+    // After a flush: pages side by side, and one of each eight.
+    for stride in [1, 8] {
+        for write in [false, true] {
+            let what = if write { "written" } else { "read" };
+            let name = format!("64 pages {what}, {stride} apart, after MOV CR3");
+            report(&name, 400_000, |i| {
+                if i % 64 == 0 {
+                    let _ = mmu.load_cr3(cpu, true);
+                }
+                let gva = GVA + (i % 64) * stride * 4096;
+                if write {
+                    let _ = mmu.write(cpu, gva, i, Current);
+                } else {
+                    black_box(mmu.read::<u64>(cpu, gva, Current).ok());
+                }
+            });
+        }
+    }
     report("copy of 4 KiB (rep movsq)", 500_000, |_| {
         black_box(mmu.bulk_copy(cpu, GVA + 0x8000, GVA + 0x4000, 4096, 8));
     });

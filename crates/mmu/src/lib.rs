@@ -51,6 +51,7 @@ mod catch_up;
 mod code;
 mod context;
 mod exposed;
+mod fault;
 mod fetch;
 mod flush;
 mod give_up;
@@ -61,6 +62,8 @@ mod paging;
 pub mod reach;
 mod resolve;
 mod shadow;
+mod source;
+mod structures;
 mod sum;
 mod switches;
 mod view;
@@ -78,6 +81,7 @@ use x86_cpu::{CpuState, Exception, Fault};
 pub use budget::Kept;
 pub use paging::{Mode, Paging};
 pub use resolve::DevicePage;
+pub use source::Source;
 pub use shadow::{promised::RootArea, roots::Policy};
 pub use view::View;
 
@@ -122,6 +126,8 @@ pub struct Translation {
 pub struct Stats {
     /// Walks of guest tables.
     pub walks: u64,
+    /// Of these, those that a paging-structure cache has shortened.
+    pub short_walks: u64,
     /// Accesses that L1 had not, and generated code could not find in the second level either.
     pub l1_misses: u64,
     /// Of these, answered by the second level all the same.
@@ -217,7 +223,11 @@ pub struct Mmu {
     hand: usize,
     /// Source of LRU stamps, flush ticks and fetch epochs: never repeats.
     tick: u64,
+    source: Source,
     l2: l2::L2,
+    structures: structures::Structures,
+    /// Of the last walk.
+    trail: walk::Trail,
     reach: reach::Reach,
     /// Keys of global pages, by world.
     global_keys: [guest_memory::tagged::L2Key; context::WORLDS],
@@ -287,7 +297,10 @@ impl Mmu {
             current: 0,
             hand: 0,
             tick: 1,
+            source: Source::default(),
             l2: l2::L2::new(),
+            structures: structures::Structures::new(),
+            trail: walk::Trail::default(),
             reach: reach::Reach::new(reach::DEFAULT_PAGES),
             global_keys: Default::default(),
             global_regions: l1::RegionFilter::default(),
