@@ -131,9 +131,7 @@ impl Mmu {
         }
         self.views[self.live].fetch.insert(entry);
         self.expose(entry);
-        let generation = self
-            .slot(slot)
-            .map_or(0, |s| s.code_generation(index));
+        let generation = self.slot(slot).map_or(0, |s| s.code_generation(index));
         Ok(CodePage {
             id: entry.id,
             generation,

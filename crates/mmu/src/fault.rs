@@ -71,7 +71,7 @@ impl Mmu {
             mapped => mapped?,
         };
         let Mapped {
-            translated: Translated { walk, .. },
+            translated: Translated { walk, is_walked },
             at,
             host,
         } = mapped;
@@ -84,6 +84,9 @@ impl Mmu {
             l1.insert(Half::Write, gva, host, walk.global);
         }
         self.enter_in_reach(gva, &walk, at, host, write && !note);
+        if is_walked {
+            self.take_neighbours(gva, at);
+        }
         Ok(Resolved {
             host,
             slot: at.slot,
@@ -157,9 +160,11 @@ impl Mmu {
         let keys = self.keys_of(self.current);
         // Most of the upper half is global.
         let is_upper = gva >> 63 != 0;
-        let found = [usize::from(is_upper), 0]
-            .into_iter()
-            .find_map(|n| self.reach.find(gva, keys[n]))?;
+        let of_global = is_upper.then(|| self.reach.find(gva, keys[1])).flatten();
+        let found = match of_global {
+            Some(found) => found,
+            None => self.reach.find(gva, keys[0])?,
+        };
         let tables = self.tables_for(who);
         let may = self.views[tables]
             .l1

@@ -58,6 +58,7 @@ mod give_up;
 pub mod hash;
 pub mod l1;
 mod l2;
+mod neighbours;
 mod paging;
 pub mod reach;
 mod resolve;
@@ -81,8 +82,8 @@ use x86_cpu::{CpuState, Exception, Fault};
 pub use budget::Kept;
 pub use paging::{Mode, Paging};
 pub use resolve::DevicePage;
-pub use source::Source;
 pub use shadow::{promised::RootArea, roots::Policy};
+pub use source::Source;
 pub use view::View;
 
 /// Why an access was not done.
@@ -138,6 +139,8 @@ pub struct Stats {
     pub reach_pages: u64,
     /// Walks that a kept walk has answered.
     pub l2_hits: u64,
+    /// Pages that came to the second level because one beside them was walked for.
+    pub neighbours: u64,
     /// Misses that led to a device.
     pub device_misses: u64,
     /// Faults by what the tables or keys allow.

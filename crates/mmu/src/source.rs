@@ -112,15 +112,17 @@ impl Mmu {
         if self.source == Source::Kept {
             from = self.structures.find(mode, gva, owner);
         }
-        let known = from
-            .is_some()
-            .then(|| walker.walk(gva, view, access, from, trail).ok())
-            .flatten();
+        let known = match from {
+            Some((1, table)) => walker.walk_last(gva, view, access, table, trail),
+            _ => None,
+        };
+        let known = known.or_else(|| {
+            from?;
+            walker.walk(gva, view, access, from, trail).ok()
+        });
+        self.stats.short_walks += u64::from(known.is_some());
         let walk = match known {
-            Some(walk) => {
-                self.stats.short_walks += 1;
-                walk
-            }
+            Some(walk) => walk,
             None => {
                 from = None;
                 walker.walk(gva, view, access, None, trail)?

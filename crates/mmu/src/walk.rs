@@ -87,6 +87,11 @@ impl Trail {
         })
     }
 
+    /// The table of the lowest level, if the walk went through it, and the offset of the entry in it.
+    pub(crate) fn small_leaf(&self) -> Option<(Table, u64)> {
+        self.visited[1].map(|v| (v.table, v.offset))
+    }
+
     /// The table of this level that the walk went through, if all entries above it, as far as the walk has seen them,
     /// have their accessed flags.
     pub(crate) fn table(&self, level: usize) -> Option<Table> {
@@ -139,6 +144,39 @@ impl Walker<'_> {
         }
     }
 
+    /// The same from a table of the lowest level, if no flag is to be set and nothing denies the access.
+    #[inline]
+    pub(crate) fn walk_last(
+        &self,
+        gva: u64,
+        view: View,
+        access: Access,
+        table: Table,
+        trail: &mut Trail,
+    ) -> Option<Walk> {
+        let size = entry_size(self.paging);
+        let offset = if size == 8 {
+            (gva >> 12 & 0x1ff) * 8
+        } else {
+            (gva >> 12 & 0x3ff) * 4
+        };
+        let value = table.page.load(offset, size.into())? as u64;
+        let mut walk = self.paging.accessed_page(value, table.rights)?;
+        let is_ready = walk.dirty || access != Access::Write;
+        if !is_ready || view.check(walk.rights, access).is_err() {
+            return None;
+        }
+        walk.gpa |= gva & 0xfff;
+        trail.size = size;
+        trail.visited = [None; 6];
+        trail.visited[1] = Some(Visited {
+            table,
+            offset,
+            value,
+        });
+        Some(walk)
+    }
+
     fn find(
         &mut self,
         gva: u64,
@@ -185,17 +223,11 @@ impl Walker<'_> {
             if value & reserved != 0 {
                 return Err(WalkFault::Page(pf::P | pf::RSVD));
             }
-            let mut rights = table.rights;
-            rights.write &= value & RW != 0;
-            rights.user &= value & US != 0;
-            rights.no_execute |= wide && paging.nxe && value & NX != 0;
+            let rights = paging.rights(value, table.rights, leaf);
             if !leaf {
                 table = self.table_at(value & ADDR_MASK, rights)?;
                 level -= 1;
                 continue;
-            }
-            if matches!(paging.mode, Mode::Level4 | Mode::Level5) {
-                rights.pkey = (value >> PKEY_SHIFT & 15) as u8;
             }
             let in_page = gva & ((1 << shift) - 1);
             let base = if wide || level == 1 {
@@ -289,8 +321,41 @@ impl Walker<'_> {
 
 const NOT_PRESENT: WalkFault = WalkFault::Page(0);
 
+impl Paging {
+    /// The page that an entry of the lowest level maps, if a processor may keep its translation without setting a flag:
+    /// it is present and accessed, and has no reserved bit set. `above`: what the entries above it allow.
+    #[inline]
+    pub(crate) fn accessed_page(&self, value: u64, above: Rights) -> Option<Walk> {
+        let is_usable = value & (P | A) == P | A && value & self.reserved_leaf[1] == 0;
+        is_usable.then(|| Walk {
+            gpa: value & ADDR_MASK,
+            rights: self.rights(value, above, true),
+            global: value & G != 0 && self.global_pages,
+            dirty: value & D != 0,
+            level: 1,
+        })
+    }
+
+    /// What an entry allows together with those above it.
+    #[inline]
+    fn rights(&self, value: u64, above: Rights, is_leaf: bool) -> Rights {
+        let has_keys = is_leaf && matches!(self.mode, Mode::Level4 | Mode::Level5);
+        Rights {
+            write: above.write && value & RW != 0,
+            user: above.user && value & US != 0,
+            // Without NXE, and in 32-bit paging, there is none.
+            no_execute: above.no_execute || self.nxe && value & NX != 0,
+            pkey: if has_keys {
+                (value >> PKEY_SHIFT & 15) as u8
+            } else {
+                above.pkey
+            },
+        }
+    }
+}
+
 /// Bytes of an entry.
-fn entry_size(paging: &Paging) -> u8 {
+pub(crate) fn entry_size(paging: &Paging) -> u8 {
     if paging.mode == Mode::Bits32 { 4 } else { 8 }
 }
 

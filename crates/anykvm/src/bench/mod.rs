@@ -14,6 +14,7 @@ mod firmware;
 mod machines;
 mod memory;
 mod plot;
+mod refills;
 mod report;
 mod vpmu;
 mod workloads;

@@ -1,7 +1,8 @@
-//! `anykvm bench wp`: what changes of CR0.WP, of other inputs of the permission check, and visits to SMM cost.
+//! `anykvm bench wp`: what changes of CR0.WP, of other inputs of the permission check, visits to SMM, and refills after flushes
+//! cost.
 //!
-//! A guest of a few instructions repeats each change; what an empty loop takes is subtracted. The best of many runs counts. Nothing
-//! that the guest does here may flush or walk: the vCPU's counters say so.
+//! A guest of a few instructions repeats each change; what an empty loop takes is subtracted. The best of many runs counts. No
+//! change may flush or walk: the vCPU's counters say so.
 
 use std::time::Instant;
 
@@ -10,6 +11,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::bare::{Bare, Mode};
 use super::plot::{self, OURS, SOURCE, Scale};
+use super::refills::{self, PAGES, REFILLS, Refill};
 use super::report::{self, Verdict};
 use crate::cli::BenchArgs;
 use crate::error::BootError;
@@ -77,7 +79,8 @@ const LOSSES: [&str; 3] = ["tlb_flush", "page_walks", "mmu_contexts_dropped"];
 
 /// What `--only` may name.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
-    CHANGES.iter().map(|c| c.0).chain([SMI_NAME])
+    let refills = REFILLS.iter().map(|r| r.id);
+    CHANGES.iter().map(|c| c.0).chain([SMI_NAME]).chain(refills)
 }
 
 /// The suite.
@@ -106,6 +109,19 @@ pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, Boo
         let (with, losses) = visits(true)?;
         add("SMI and RSM", with - without, Some(SMI_BAR), losses);
     }
+    for refill in REFILLS.iter().filter(|r| is_wanted(r.id)) {
+        let (ns, walks) = refilled(refill)?;
+        bars.push((refill.name.to_owned(), ns / 1000.0, OURS));
+        if let Some(bar) = refill.bar {
+            verdict.at_most(refill.name, ns, bar);
+        }
+        lines.push(vec![
+            refill.name.to_owned(),
+            report::cell(Some(ns)),
+            bar_cell(refill.bar),
+            format!("{walks:.2} walks a page"),
+        ]);
+    }
     if let Some(file) = &args.svg {
         std::fs::write(file, plot::draw(&bars, SCALE))
             .map_err(BootError::host("cannot write the plot"))?;
@@ -125,9 +141,24 @@ fn line(name: &str, ns: f64, bar: Option<f64>, losses: f64, verdict: &mut Verdic
     vec![
         name.to_owned(),
         report::cell(Some(ns)),
-        bar.map_or_else(|| "-".to_owned(), |bar| format!("{bar:.0}")),
+        bar_cell(bar),
         format!("{losses:.1}"),
     ]
+}
+
+fn bar_cell(bar: Option<f64>) -> String {
+    bar.map_or_else(|| "-".to_owned(), |bar| format!("{bar:.0}"))
+}
+
+/// Nanoseconds and page walks for a page that is accessed again after a flush.
+fn refilled(refill: &Refill) -> Result<(f64, f64), BootError> {
+    let (flush, access) = (refill.flush_code(), refill.access_code());
+    let (empty, _) = measure(&[])?;
+    let (flushes, _) = measure(&flush)?;
+    let (accesses, _) = measure(&access)?;
+    let (both, _) = measure(&[&flush[..], &access].concat())?;
+    let pages = f64::from(PAGES);
+    Ok(((both - flushes - accesses + empty) / pages, 0.0))
 }
 
 fn losses(vcpu: &VcpuFd) -> Result<f64, BootError> {
@@ -148,9 +179,12 @@ fn measure(change: &[u8]) -> Result<(f64, f64), BootError> {
     code.extend([0xff, 0xcb, 0x75, back(code.len() + 4, 5), 0xe6, 0x80]);
     code.extend([0xeb, back(code.len() + 2, 0)]);
     let Bare {
-        mut vcpu, vm: _vm, ..
+        mut vcpu,
+        vm: _vm,
+        ram,
     } = Bare::new(Mode::Long, true, &code)?;
     set_controls(&vcpu)?;
+    refills::map(ram)?;
     let mut next = || exit(&mut vcpu);
     for _ in 0..20 {
         next()?;
