@@ -10,10 +10,10 @@ use crate::memory::GuestMemory;
 
 /// Pages that are accessed after each flush.
 pub(super) const PAGES: u32 = 64;
-/// The page table of the second 2 MiB.
+/// Where the pages are: not in the 4 MiB that may be one page with the code.
+const GVA: u32 = 16 << 20;
+/// The page table of 2 MiB from there on.
 const TABLE: u64 = 0x5000;
-/// Where these are, as instructions have it.
-const GVA: [u8; 4] = [0, 0, 0x20, 0];
 /// The pages that they lead to.
 const DATA: u64 = 0x2_0000;
 const _: () = assert!(DATA + 0x1000 * PAGES as u64 <= RAM);
@@ -34,7 +34,7 @@ pub(super) struct Refill {
     pub(super) id: &'static str,
     pub(super) name: &'static str,
     pub(super) flush: Flush,
-    /// From one page to the next, in pages.
+    /// From one page to the next, in pages: 1 or 8.
     pub(super) stride: u8,
     pub(super) writes: bool,
     /// Nanoseconds that it may take.
@@ -116,7 +116,7 @@ impl Refill {
     fn each_page(&self, code: &[u8]) -> Vec<u8> {
         // mov edi, GVA; mov ecx, PAGES; …; add edi, stride; dec ecx; jnz …
         let mut all = vec![0xbf];
-        all.extend(GVA);
+        all.extend(GVA.to_le_bytes());
         all.push(0xb9);
         all.extend(PAGES.to_le_bytes());
         all.extend(code);
@@ -134,7 +134,10 @@ pub(super) fn map(ram: &GuestMemory) -> Result<(), BootError> {
             .map_err(BootError::guest("page tables"))
     };
     let present_writable = 3;
-    write(PAGE_DIRECTORY + 8, TABLE | present_writable)?;
+    write(
+        PAGE_DIRECTORY + 8 * u64::from(GVA >> 21),
+        TABLE | present_writable,
+    )?;
     for n in 0..512 {
         // Those that are 8 apart are other pages, too.
         let page = (n % u64::from(PAGES) + n / u64::from(PAGES)) % u64::from(PAGES);

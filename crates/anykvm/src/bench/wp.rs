@@ -75,7 +75,8 @@ const CHANGES: [Change; 6] = [
 const SMI_BAR: f64 = 500.0;
 const SMI_NAME: &str = "smi";
 /// Counters of what may not happen.
-const LOSSES: [&str; 3] = ["tlb_flush", "page_walks", "mmu_contexts_dropped"];
+const LOSSES: [&str; 3] = ["tlb_flush", WALKS, "mmu_contexts_dropped"];
+const WALKS: &str = "page_walks";
 
 /// What `--only` may name.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
@@ -99,9 +100,9 @@ pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, Boo
         bars.extend(bar.map(|bar| (format!("{name}: bar"), bar / 1000.0, SOURCE)));
         lines.push(line(name, ns, bar, losses, verdict));
     };
-    let (empty, _) = measure(&[])?;
+    let (empty, _) = measure(&[], &LOSSES)?;
     for (_, name, code, bar) in CHANGES.into_iter().filter(|c| is_wanted(c.0)) {
-        let (ns, losses) = measure(code)?;
+        let (ns, losses) = measure(code, &LOSSES)?;
         add(name, ns - empty, bar, losses);
     }
     if is_wanted(SMI_NAME) {
@@ -153,24 +154,29 @@ fn bar_cell(bar: Option<f64>) -> String {
 /// Nanoseconds and page walks for a page that is accessed again after a flush.
 fn refilled(refill: &Refill) -> Result<(f64, f64), BootError> {
     let (flush, access) = (refill.flush_code(), refill.access_code());
-    let (empty, _) = measure(&[])?;
-    let (flushes, _) = measure(&flush)?;
-    let (accesses, _) = measure(&access)?;
-    let (both, _) = measure(&[&flush[..], &access].concat())?;
+    let time = |code: &[u8]| measure(code, &[WALKS]);
+    let (empty, _) = time(&[])?;
+    let (flushes, _) = time(&flush)?;
+    let (accesses, _) = time(&access)?;
+    let (both, walks) = time(&[&flush[..], &access].concat())?;
     let pages = f64::from(PAGES);
-    Ok(((both - flushes - accesses + empty) / pages, 0.0))
+    Ok((
+        (both - flushes - accesses + empty) / pages,
+        walks / 1000.0 / pages,
+    ))
 }
 
-fn losses(vcpu: &VcpuFd) -> Result<f64, BootError> {
+/// The sum of these counters.
+fn count(vcpu: &VcpuFd, counters: &[&str]) -> Result<f64, BootError> {
     let stats = vcpu
         .statistics()
         .map_err(BootError::kvm("KVM_GET_STATS_FD"))?;
-    let lost = |(name, value): &(&str, u64)| LOSSES.contains(name).then_some(*value);
+    let lost = |(name, value): &(&str, u64)| counters.contains(name).then_some(*value);
     Ok(stats.iter().filter_map(lost).sum::<u64>() as f64)
 }
 
-/// A loop of the code that ends with an exit.
-fn measure(change: &[u8]) -> Result<(f64, f64), BootError> {
+/// A loop of the code that ends with an exit: nanoseconds, and by how much the counters grow in a thousand.
+fn measure(change: &[u8], counters: &[&str]) -> Result<(f64, f64), BootError> {
     // mov ebx, COUNT; …; dec ebx; jnz …; out 0x80, al; jmp …
     let mut code = vec![0xbb];
     code.extend(COUNT.to_le_bytes());
@@ -190,13 +196,13 @@ fn measure(change: &[u8]) -> Result<(f64, f64), BootError> {
         next()?;
     }
     let mut best = f64::INFINITY;
-    let before = losses(&vcpu)?;
+    let before = count(&vcpu, counters)?;
     for _ in 0..RUNS {
         let begin = Instant::now();
         exit(&mut vcpu)?;
         best = best.min(begin.elapsed().as_secs_f64());
     }
-    let lost = losses(&vcpu)? - before;
+    let lost = count(&vcpu, counters)? - before;
     let each = best * 1e9 / f64::from(COUNT);
     Ok((each, lost * 1000.0 / f64::from(COUNT * RUNS)))
 }
@@ -214,7 +220,7 @@ fn visits(smi: bool) -> Result<(f64, f64), BootError> {
     let mut before = 0.0;
     for n in 0..RUNS {
         if n == RUNS / 10 {
-            before = losses(&vcpu)?;
+            before = count(&vcpu, &LOSSES)?;
         }
         let begin = Instant::now();
         for _ in 0..COUNT {
@@ -225,7 +231,7 @@ fn visits(smi: bool) -> Result<(f64, f64), BootError> {
         }
         best = best.min(begin.elapsed().as_secs_f64());
     }
-    let lost = losses(&vcpu)? - before;
+    let lost = count(&vcpu, &LOSSES)? - before;
     Ok((
         best * 1e9 / f64::from(COUNT),
         lost * 1000.0 / f64::from(COUNT * RUNS),
