@@ -212,8 +212,9 @@ impl Slot {
     #[inline]
     pub fn known_page(&self, index: usize) -> Option<HostPage> {
         let hva = self.hva(index)?;
-        let is_known = self.host.is_mapped() || self.host.is_known_readable(index);
-        is_known.then(|| HostPage::new(hva as *mut u8))
+        self.host
+            .is_known(index)
+            .then(|| HostPage::new(hva as *mut u8))
     }
 
     /// Returns the page of that index, if the process can read and write it. Does not consider [`Self::is_readonly`].
