@@ -90,8 +90,9 @@ impl Dirty {
         !self.is_whole(page / (64 * BLOCK)) && self.set.insert(page)
     }
 
-    #[cfg(all(test, not(loom)))]
-    fn is_set(&self, page: usize) -> bool {
+    /// True if the page is dirty.
+    #[cfg_attr(loom, allow(dead_code, reason = "no model asks"))]
+    pub(crate) fn is_set(&self, page: usize) -> bool {
         self.is_whole(page / (64 * BLOCK)) || self.set.contains(page)
     }
 

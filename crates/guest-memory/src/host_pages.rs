@@ -157,25 +157,36 @@ impl HostPages {
     /// True if the page, which is at address `hva`, can be read.
     #[inline]
     pub(crate) fn is_readable(&self, index: usize, hva: u64) -> bool {
-        self.is_known(&self.readable, index, || probe::is_readable(hva))
+        self.is_good(&self.readable, index, || probe::is_readable(hva))
     }
 
     /// True if the page, which is at address `hva`, can be read and written.
     #[inline]
     pub(crate) fn is_writable(&self, index: usize, hva: u64) -> bool {
-        self.is_known(&self.writable, index, || probe::is_writable(hva))
+        self.is_good(&self.writable, index, || probe::is_writable(hva))
     }
 
     /// True if the page is already known to be readable.
     #[inline]
     pub(crate) fn is_known_readable(&self, index: usize) -> bool {
-        let word = self.readable.get(index / 64);
+        Self::has(&self.readable, index)
+    }
+
+    /// True if the page is already known to be readable, be it because it is known to be writable.
+    #[inline]
+    pub(crate) fn is_known(&self, index: usize) -> bool {
+        self.is_mapped() || Self::has(&self.readable, index) || Self::has(&self.writable, index)
+    }
+
+    #[inline]
+    fn has(bits: &LazyArray<AtomicU64>, index: usize) -> bool {
+        let word = bits.get(index / 64);
         word.is_some_and(|w| w.load(Ordering::Relaxed) >> (index % 64) & 1 != 0)
     }
 
     /// Checks the page's bit, and probes the page if the bit is clear.
     #[inline]
-    fn is_known(
+    fn is_good(
         &self,
         bits: &LazyArray<AtomicU64>,
         index: usize,

@@ -208,6 +208,15 @@ impl Slot {
         is_good.then(|| HostPage::new(hva as *mut u8))
     }
 
+    /// Returns the page of that index, if it is already known that the process can read it.
+    #[inline]
+    pub fn known_page(&self, index: usize) -> Option<HostPage> {
+        let hva = self.hva(index)?;
+        self.host
+            .is_known(index)
+            .then(|| HostPage::new(hva as *mut u8))
+    }
+
     /// Returns the page of that index, if the process can read and write it. Does not consider [`Self::is_readonly`].
     #[inline]
     pub fn writable_page(&self, index: usize) -> Option<HostPage> {
@@ -267,6 +276,12 @@ impl Slot {
             self.rings.push(self.config.slot, index as u64);
         }
         is_new
+    }
+
+    /// True if a write to the page would change nothing that is noted: it is dirty, if the slot logs, and no code.
+    #[inline]
+    pub fn is_noted(&self, index: usize) -> bool {
+        self.code_chunks(index) == 0 && self.dirty.as_ref().is_none_or(|dirty| dirty.is_set(index))
     }
 
     /// The dirty state, if the slot logs.

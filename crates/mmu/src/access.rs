@@ -5,7 +5,7 @@ use std::ops::Range;
 use x86_cpu::{Access, CpuState, Privilege, Word};
 use x86_defs::paging::PAGE_SIZE;
 
-use crate::{Miss, Mmu, l1::Half, resolve::Resolved};
+use crate::{Miss, Mmu, fault::Resolved, l1::Half};
 
 /// The parts of an access in its first and its second page.
 struct Split {
@@ -331,7 +331,7 @@ impl Mmu {
         for _ in 0..=pages {
             let l1 = &self.views[self.tables_for(who)].l1;
             if half.is_none_or(|half| l1.find(half, at).is_none()) {
-                self.walk_for(cpu, at, access, who)?;
+                self.translation(cpu, at, access, who)?;
             }
             at = self.next_page(cpu, at, who);
         }

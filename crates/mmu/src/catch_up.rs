@@ -10,7 +10,7 @@ use crate::{
         derived::Found,
         roots::{Policy, Roots},
     },
-    walk::{Trail, Walk},
+    walk::Walk,
 };
 
 impl Mmu {
@@ -57,11 +57,11 @@ impl Mmu {
 
     /// Before a translation comes to any table: what it was derived from.
     #[inline]
-    pub(crate) fn note_walk(&mut self, gva: u64, walk: &Walk, trail: &Trail) {
+    pub(crate) fn note_walk(&mut self, gva: u64, walk: &Walk) {
         if walk.global {
             self.flushes.has_global_users |= gva >> 63 == 0;
         } else if let Some(derived) = &mut self.contexts[self.current].derived {
-            derived.note(gva, walk, trail);
+            derived.note(gva, walk, &self.trail);
         }
     }
 

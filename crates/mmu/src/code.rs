@@ -13,8 +13,11 @@ use x86_defs::{control::cr4, paging::PAGE_SIZE};
 use crate::{
     Miss, Mmu, View,
     exposed::Exposed,
+    fault::Mapped,
     fetch::{FetchEntry, GlobalFetch, GlobalPage, SPACE_SHIFT, Sum, space_of},
+    source::Translated,
     sum::sum_of,
+    written::SlotPage,
 };
 
 /// Pages whose code is remembered for comparison.
@@ -81,21 +84,16 @@ impl Mmu {
             });
         }
         self.stats.fetch_misses += 1;
-        let walk = self.walk_for(cpu, gva, Access::Fetch, Privilege::Current)?;
-        let device = Miss::Device { gpa: walk.gpa };
-        if self.apic_page == Some(walk.gpa & !0xfff) {
-            return Err(device);
-        }
-        let space = self.space();
-        let slot_index = self.table.find(space, walk.gpa).ok_or(device)?;
-        let slot = self.slot(slot_index).ok_or(device)?;
-        let index = slot.page_index(walk.gpa).ok_or(device)?;
-        let host = slot.page(index).ok_or(Miss::Host)?;
+        let Mapped {
+            translated: Translated { walk, .. },
+            at: SlotPage { space, slot, index },
+            host,
+        } = self.mapped(cpu, gva, Access::Fetch, Privilege::Current)?;
         let entry = FetchEntry {
             tag: gva & !0xfff,
             id: walk.gpa & !0xfff | IDENTITY | (space as u64) << SPACE_SHIFT,
             host,
-            slot: slot_index,
+            slot,
             index,
             global: walk.global,
             verified: self.verification(),
@@ -128,9 +126,7 @@ impl Mmu {
         }
         self.views[self.live].fetch.insert(entry);
         self.expose(entry);
-        let generation = self
-            .slot(slot_index)
-            .map_or(0, |s| s.code_generation(index));
+        let generation = self.slot(slot).map_or(0, |s| s.code_generation(index));
         Ok(CodePage {
             id: entry.id,
             generation,

@@ -65,6 +65,8 @@ pub(crate) struct Context {
     pub key: ContextKey,
     /// L2 entries of this context up to this tick are flushed.
     pub flushed: u64,
+    /// When a page was flushed last: see [`crate::structures`].
+    page_flushed: u64,
     /// Of its entries in the second level.
     pub reach: tagged::L2Key,
     /// The keys that its views have.
@@ -158,6 +160,7 @@ impl Mmu {
             context: self.current as u16,
             world: c.key.world,
             flushed: c.flushed,
+            flushed_structures: c.flushed.max(c.page_flushed),
         }
     }
 
@@ -236,6 +239,7 @@ impl Mmu {
         let fresh = Context {
             key,
             flushed,
+            page_flushed: flushed,
             reach: self.new_reach_key(),
             published: [tagged::L2Key::default(); 2],
             regions: RegionFilter::default(),
@@ -476,7 +480,10 @@ impl Mmu {
         let [own, _] = self.keys_of(self.current);
         self.reach.flush_page(gva, own);
     }
+    /// INVLPG drops what it must of the paging-structure caches, too: all of the context's.
     pub(crate) fn flush_current_page(&mut self, gva: u64) {
+        let tick = self.next_tick();
+        self.contexts[self.current].page_flushed = tick;
         let shift = self.region_shift(self.current, gva);
         self.for_current_tables(|t| t.drop_page(gva, shift));
         self.flush_reach_of(gva, self.current);

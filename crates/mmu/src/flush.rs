@@ -133,6 +133,7 @@ impl Mmu {
     /// All translations of SMM's address space of slots.
     fn flush_space(&mut self, tick: u64) {
         self.l2.flush_all(tick);
+        self.structures.flush_all(tick);
         self.flush_global_fetch(None);
         for i in 0..self.contexts.len() {
             let world = usize::from(self.contexts[i].key.world);
@@ -152,6 +153,7 @@ impl Mmu {
         self.forget_switches();
         let tick = self.next_tick();
         self.l2.flush_all(tick);
+        self.structures.flush_all(tick);
         self.flush_global_fetch(None);
         core::mem::swap(&mut self.global_fetch, &mut self.other_fetch);
         self.flush_global_fetch(None);

@@ -19,6 +19,8 @@ pub(crate) struct Owner {
     pub world: u8,
     /// Entries of the context up to this tick are flushed unless global.
     pub flushed: u64,
+    /// Those of [`crate::structures`] up to this tick. Not less than `flushed`.
+    pub flushed_structures: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]

@@ -51,6 +51,7 @@ mod catch_up;
 mod code;
 mod context;
 mod exposed;
+mod fault;
 mod fetch;
 mod flush;
 mod front;
@@ -58,11 +59,14 @@ mod give_up;
 pub mod hash;
 pub mod l1;
 mod l2;
+mod neighbours;
 mod paging;
 mod ram;
 pub mod reach;
 mod resolve;
 mod shadow;
+mod source;
+mod structures;
 mod sum;
 mod switches;
 mod view;
@@ -86,6 +90,7 @@ pub use shadow::{
     promised::{RootArea, RootIsKept},
     roots::Policy,
 };
+pub use source::Source;
 pub use view::View;
 
 /// Why an access was not done.
@@ -119,6 +124,8 @@ pub struct Translation {
 pub struct Stats {
     /// Walks of guest tables.
     pub walks: u64,
+    /// Of these, those that a paging-structure cache has shortened.
+    pub short_walks: u64,
     /// Accesses that L1 had not, and generated code could not find in the second level either.
     pub l1_misses: u64,
     /// Of these, answered by the second level all the same.
@@ -129,6 +136,8 @@ pub struct Stats {
     pub reach_pages: u64,
     /// Walks that a kept walk has answered.
     pub l2_hits: u64,
+    /// Pages that came to the second level because one beside them was walked for.
+    pub neighbours: u64,
     /// Misses that led to a device.
     pub device_misses: u64,
     /// Faults by what the tables or keys allow.
@@ -214,7 +223,11 @@ pub struct Mmu {
     hand: usize,
     /// Source of LRU stamps, flush ticks and fetch epochs: never repeats.
     tick: u64,
+    source: Source,
     l2: l2::L2,
+    structures: structures::Structures,
+    /// Of the last walk.
+    trail: walk::Trail,
     reach: reach::Reach,
     /// Keys of global pages, by world.
     global_keys: [guest_memory::tagged::L2Key; context::WORLDS],
@@ -284,7 +297,10 @@ impl Mmu {
             current: 0,
             hand: 0,
             tick: 1,
+            source: Source::default(),
             l2: l2::L2::new(),
+            structures: structures::Structures::new(),
+            trail: walk::Trail::default(),
             reach: reach::Reach::new(reach::DEFAULT_PAGES),
             global_keys: Default::default(),
             global_regions: l1::RegionFilter::default(),

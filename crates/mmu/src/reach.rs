@@ -272,6 +272,13 @@ impl Reach {
         store(&self.small, place + 1, data);
     }
 
+    /// True if a page can be entered that was not asked for: it is not here, and takes no place of an entry that is worth
+    /// keeping.
+    pub(crate) fn has_room(&self, gva: u64, key: L2Key, others: [L2Key; 2]) -> bool {
+        let old = load(&self.small, self.small_place(gva, key));
+        others.iter().all(|k| old & !TAGGED != k.token)
+    }
+
     /// Enters the page of `leaf` in the entry of its 2 MiB, whose first page is at `leaf.hva`. `fresh` is called for an
     /// entry that is new, and gives the bits for reads. The host page of an entry is that of its piece's first page, so it
     /// may lie before the slot.

@@ -3,7 +3,7 @@
 use guest_memory::{HostPage, SlotTable};
 use x86_cpu::Access;
 use x86_defs::{
-    paging::{A, ADDR_MASK, D, G, NX, P, PAGE_SIZE, PKEY_SHIFT, PS, RW, US},
+    paging::{A, ADDR_MASK, D, G, NX, P, PKEY_SHIFT, PS, RW, US},
     vector::pf,
 };
 
@@ -33,19 +33,29 @@ pub enum WalkFault {
     Host,
 }
 
+/// A table of the guest's, and how the walk came to it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Table {
+    /// Where it is in the address space of slots that the walk is made in.
+    pub slot: usize,
+    pub index: usize,
+    pub page: HostPage,
+    /// What the entries above it allow together.
+    pub rights: Rights,
+}
+
 /// An entry that the walk went through.
 #[derive(Clone, Copy, Debug)]
 struct Visited {
-    slot: usize,
-    index: usize,
-    page: HostPage,
+    table: Table,
     offset: u64,
+    /// As the walk saw it, with the flags that it has set.
     value: u64,
 }
 
 /// The entries that a walk went through.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Trail {
+pub(crate) struct Trail {
     /// By level.
     visited: [Option<Visited>; 6],
     size: u8,
@@ -69,57 +79,283 @@ impl Trail {
         self.visited.iter().zip(0..).filter_map(|(visited, level)| {
             visited.as_ref().map(|v| Step {
                 level,
-                page: v.page,
+                page: v.table.page,
                 offset: v.offset,
                 size: self.size,
                 value: v.value,
             })
         })
     }
+
+    /// The table of the lowest level, if the walk went through it, and the offset of the entry in it.
+    pub(crate) fn small_leaf(&self) -> Option<(Table, u64)> {
+        self.visited[1].map(|v| (v.table, v.offset))
+    }
+
+    /// The table of this level that the walk went through, if all entries above it, as far as the walk has seen them,
+    /// have their accessed flags.
+    pub(crate) fn table(&self, level: usize) -> Option<Table> {
+        let table = self.visited.get(level)?.as_ref()?.table;
+        let mut above = self.visited.iter().skip(level + 1).flatten();
+        above.all(|v| v.value & A != 0).then_some(table)
+    }
 }
 
-/// One attempt's outcome, with A and D bits still to be set.
-struct Found {
-    walk: Walk,
-    visited: [Option<Visited>; 6],
+/// What a walk reads besides the tables.
+#[derive(Debug)]
+pub(crate) struct Walker<'a> {
+    pub slots: &'a SlotTable,
+    pub paging: &'a Paging,
+    /// The slot that is looked at first, and the one used last afterwards.
+    pub near: &'a mut usize,
 }
 
-/// Walks for an access and, if it is allowed, sets the A and D bits that the
-/// manual asks for. `gva` is canonical.
-///
-/// `near` is the slot that is looked at first, and the one used last afterwards.
-///
-/// A table outside the memslots counts as not present, and in a read-only slot
-/// A and D stay as they are: both as in KVM.
-///
-/// # Errors
-/// [`WalkFault`] for a page fault, or EFAULT of KVM_RUN.
-pub fn walk(
-    slots: &SlotTable,
-    paging: &Paging,
-    near: &mut usize,
-    gva: u64,
-    view: View,
-    access: Access,
-) -> Result<(Walk, Trail), WalkFault> {
-    let size = entry_size(paging);
-    loop {
-        let mut found = find(slots, paging, near, gva)?;
-        if let Err(denied) = view.check(found.walk.rights, access) {
-            return Err(WalkFault::Page(
-                pf::P | if denied.by_key { pf::PK } else { 0 },
-            ));
+impl Walker<'_> {
+    /// Walks for an access and, if it is allowed, sets the A and D bits that the
+    /// manual asks for. `gva` is canonical.
+    ///
+    /// `from`: the walk begins at this table, of this level. `trail` becomes what the walk has gone through from there.
+    ///
+    /// A table outside the memslots counts as not present, and in a read-only slot
+    /// A and D stay as they are: both as in KVM.
+    ///
+    /// # Errors
+    /// [`WalkFault`] for a page fault, or EFAULT of KVM_RUN.
+    pub(crate) fn walk(
+        &mut self,
+        gva: u64,
+        view: View,
+        access: Access,
+        from: Option<(usize, Table)>,
+        trail: &mut Trail,
+    ) -> Result<Walk, WalkFault> {
+        trail.size = entry_size(self.paging);
+        loop {
+            let mut walk = self.find(gva, from, trail)?;
+            if let Err(denied) = view.check(walk.rights, access) {
+                return Err(WalkFault::Page(
+                    pf::P | if denied.by_key { pf::PK } else { 0 },
+                ));
+            }
+            if self.set_accessed_and_dirty(&mut walk, access, trail)? {
+                return Ok(walk);
+            }
+            // Somebody changed an entry under us: the walk starts again.
         }
-        if set_accessed_and_dirty(slots, paging, &mut found, access)? {
-            let visited = found.visited;
-            return Ok((found.walk, Trail { visited, size }));
+    }
+
+    /// The same from a table of the lowest level, if no flag is to be set and nothing denies the access.
+    #[inline]
+    pub(crate) fn walk_last(
+        &self,
+        gva: u64,
+        view: View,
+        access: Access,
+        table: Table,
+        trail: &mut Trail,
+    ) -> Option<Walk> {
+        let size = entry_size(self.paging);
+        let offset = if size == 8 {
+            (gva >> 12 & 0x1ff) * 8
+        } else {
+            (gva >> 12 & 0x3ff) * 4
+        };
+        let value = table.page.load(offset, size.into())? as u64;
+        let mut walk = self.paging.accessed_page(value, table.rights)?;
+        let is_ready = walk.dirty || access != Access::Write;
+        if !is_ready || view.check(walk.rights, access).is_err() {
+            return None;
         }
-        // Somebody changed an entry under us: the walk starts again.
+        walk.gpa |= gva & 0xfff;
+        trail.size = size;
+        trail.visited = [None; 6];
+        trail.visited[1] = Some(Visited {
+            table,
+            offset,
+            value,
+        });
+        Some(walk)
+    }
+
+    fn find(
+        &mut self,
+        gva: u64,
+        from: Option<(usize, Table)>,
+        trail: &mut Trail,
+    ) -> Result<Walk, WalkFault> {
+        let paging = self.paging;
+        trail.visited = [None; 6];
+        if paging.mode == Mode::None {
+            return Ok(Walk {
+                gpa: gva,
+                rights: Rights::ALL,
+                global: false,
+                dirty: true,
+                level: 1,
+            });
+        }
+        let (mut level, mut table) = match from {
+            Some(from) => from,
+            None => (paging.top_level(), self.top_table(gva)?),
+        };
+        let wide = paging.mode != Mode::Bits32;
+        let (index_bits, entry_size) = if wide { (9, 8) } else { (10, 4) };
+        loop {
+            let shift = 12 + index_bits * (level as u32 - 1);
+            let offset = (gva >> shift & ((1 << index_bits) - 1)) * entry_size;
+            let value = table.page.load(offset, entry_size as usize);
+            let value = value.ok_or(NOT_PRESENT)? as u64;
+            trail.visited[level] = Some(Visited {
+                table,
+                offset,
+                value,
+            });
+            if value & P == 0 {
+                return Err(NOT_PRESENT);
+            }
+            let leaf = level == 1
+                || value & PS != 0 && (level == 2 && (wide || paging.pse) || level == 3 && wide);
+            let reserved = if leaf {
+                paging.reserved_leaf[level]
+            } else {
+                paging.reserved_table[level]
+            };
+            if value & reserved != 0 {
+                return Err(WalkFault::Page(pf::P | pf::RSVD));
+            }
+            let rights = paging.rights(value, table.rights, leaf);
+            if !leaf {
+                table = self.table_at(value & ADDR_MASK, rights)?;
+                level -= 1;
+                continue;
+            }
+            let in_page = gva & ((1 << shift) - 1);
+            let base = if wide || level == 1 {
+                value & ADDR_MASK & !((1 << shift) - 1)
+            } else {
+                // PSE-36: bits 20:13 are address bits 39:32.
+                value & 0xffc0_0000 | (value >> 13 & 0xff) << 32
+            };
+            return Ok(Walk {
+                gpa: base | in_page,
+                rights,
+                global: value & G != 0 && paging.global_pages,
+                dirty: value & D != 0,
+                level: level as u8,
+            });
+        }
+    }
+
+    /// The table that a walk from the root begins at.
+    fn top_table(&mut self, gva: u64) -> Result<Table, WalkFault> {
+        let mut gpa = self.paging.root;
+        if self.paging.mode == Mode::Pae {
+            let pdpte = self.paging.pdpte[(gva >> 30 & 3) as usize];
+            if pdpte & P == 0 {
+                return Err(NOT_PRESENT);
+            }
+            gpa = pdpte & ADDR_MASK;
+        }
+        self.table_at(gpa, Rights::ALL)
+    }
+
+    fn table_at(&mut self, gpa: u64, rights: Rights) -> Result<Table, WalkFault> {
+        let space = self.paging.space.into();
+        let found = self.slots.find_near(space, gpa, *self.near);
+        let slot = found.ok_or(NOT_PRESENT)?;
+        *self.near = slot;
+        let pages = self.slots.slots(space).get(slot).ok_or(NOT_PRESENT)?;
+        let index = pages.page_index(gpa).ok_or(NOT_PRESENT)?;
+        let page = pages.page(index).ok_or(WalkFault::Host)?;
+        Ok(Table {
+            slot,
+            index,
+            page,
+            rights,
+        })
+    }
+
+    /// False if an entry is no longer what the walk saw.
+    fn set_accessed_and_dirty(
+        &self,
+        walk: &mut Walk,
+        access: Access,
+        trail: &mut Trail,
+    ) -> Result<bool, WalkFault> {
+        let leaf = walk.level as usize;
+        let size = usize::from(trail.size);
+        // From the root down, as hardware comes by.
+        for level in (leaf..=self.paging.top_level()).rev() {
+            let Some(entry) = &mut trail.visited[level] else {
+                continue;
+            };
+            let mut want = A;
+            if level == leaf && access == Access::Write {
+                want |= D;
+            }
+            if entry.value & want == want {
+                continue;
+            }
+            let Table {
+                slot, index, page, ..
+            } = entry.table;
+            let Some(slot) = self.slots.slots(self.paging.space.into()).get(slot) else {
+                return Ok(false);
+            };
+            if slot.is_readonly() {
+                continue;
+            }
+            if slot.writable_page(index).is_none() {
+                return Err(WalkFault::Host);
+            }
+            if !page.compare_exchange(entry.offset, size, entry.value, entry.value | want) {
+                return Ok(false);
+            }
+            slot.note_write(index, entry.offset, size as u64);
+            entry.value |= want;
+        }
+        walk.dirty = trail.visited[leaf].is_none_or(|e| e.value & D != 0);
+        Ok(true)
+    }
+}
+
+const NOT_PRESENT: WalkFault = WalkFault::Page(0);
+
+impl Paging {
+    /// The page that an entry of the lowest level maps, if a processor may keep its translation without setting a flag:
+    /// it is present and accessed, and has no reserved bit set. `above`: what the entries above it allow.
+    #[inline]
+    pub(crate) fn accessed_page(&self, value: u64, above: Rights) -> Option<Walk> {
+        let is_usable = value & (P | A) == P | A && value & self.reserved_leaf[1] == 0;
+        is_usable.then(|| Walk {
+            gpa: value & ADDR_MASK,
+            rights: self.rights(value, above, true),
+            global: value & G != 0 && self.global_pages,
+            dirty: value & D != 0,
+            level: 1,
+        })
+    }
+
+    /// What an entry allows together with those above it.
+    #[inline]
+    fn rights(&self, value: u64, above: Rights, is_leaf: bool) -> Rights {
+        let has_keys = is_leaf && matches!(self.mode, Mode::Level4 | Mode::Level5);
+        Rights {
+            write: above.write && value & RW != 0,
+            user: above.user && value & US != 0,
+            // Without NXE, and in 32-bit paging, there is none.
+            no_execute: above.no_execute || self.nxe && value & NX != 0,
+            pkey: if has_keys {
+                (value >> PKEY_SHIFT & 15) as u8
+            } else {
+                above.pkey
+            },
+        }
     }
 }
 
 /// Bytes of an entry.
-fn entry_size(paging: &Paging) -> u8 {
+pub(crate) fn entry_size(paging: &Paging) -> u8 {
     if paging.mode == Mode::Bits32 { 4 } else { 8 }
 }
 
@@ -128,162 +364,11 @@ fn entry_size(paging: &Paging) -> u8 {
 /// # Errors
 /// [`WalkFault`] if there is no translation.
 pub fn look_up(slots: &SlotTable, paging: &Paging, gva: u64) -> Result<Walk, WalkFault> {
-    find(slots, paging, &mut 0, gva).map(|f| f.walk)
-}
-
-fn find(
-    slots: &SlotTable,
-    paging: &Paging,
-    near: &mut usize,
-    gva: u64,
-) -> Result<Found, WalkFault> {
-    let mut visited = [None; 6];
-    let mut rights = Rights::ALL;
-    let (mut table, wide) = match paging.mode {
-        Mode::None => {
-            return Ok(Found {
-                walk: Walk {
-                    gpa: gva,
-                    rights,
-                    global: false,
-                    dirty: true,
-                    level: 1,
-                },
-                visited,
-            });
-        }
-        Mode::Bits32 => (paging.root, false),
-        Mode::Pae => {
-            let pdpte = paging.pdpte[(gva >> 30 & 3) as usize];
-            if pdpte & P == 0 {
-                return Err(WalkFault::Page(0));
-            }
-            (pdpte & ADDR_MASK, true)
-        }
-        Mode::Level4 | Mode::Level5 => (paging.root, true),
+    let near = &mut 0;
+    let mut walker = Walker {
+        slots,
+        paging,
+        near,
     };
-    let (index_bits, entry_size) = if wide { (9, 8) } else { (10, 4) };
-    let mut level = paging.top_level();
-    loop {
-        let shift = 12 + index_bits * (level as u32 - 1);
-        let index = gva >> shift & ((1 << index_bits) - 1);
-        let entry = visit(
-            slots,
-            paging,
-            near,
-            table + index * entry_size,
-            entry_size as usize,
-        )?;
-        let value = entry.value;
-        visited[level] = Some(entry);
-        if value & P == 0 {
-            return Err(WalkFault::Page(0));
-        }
-        let leaf = level == 1
-            || value & PS != 0 && (level == 2 && (wide || paging.pse) || level == 3 && wide);
-        let reserved = if leaf {
-            paging.reserved_leaf[level]
-        } else {
-            paging.reserved_table[level]
-        };
-        if value & reserved != 0 {
-            return Err(WalkFault::Page(pf::P | pf::RSVD));
-        }
-        rights.write &= value & RW != 0;
-        rights.user &= value & US != 0;
-        rights.no_execute |= wide && paging.nxe && value & NX != 0;
-        if !leaf {
-            table = value & ADDR_MASK;
-            level -= 1;
-            continue;
-        }
-        if matches!(paging.mode, Mode::Level4 | Mode::Level5) {
-            rights.pkey = (value >> PKEY_SHIFT & 15) as u8;
-        }
-        let in_page = gva & ((1 << shift) - 1);
-        let base = if wide || level == 1 {
-            value & ADDR_MASK & !((1 << shift) - 1)
-        } else {
-            // PSE-36: bits 20:13 are address bits 39:32.
-            value & 0xffc0_0000 | (value >> 13 & 0xff) << 32
-        };
-        return Ok(Found {
-            walk: Walk {
-                gpa: base | in_page,
-                rights,
-                global: value & G != 0 && paging.global_pages,
-                dirty: value & D != 0,
-                level: level as u8,
-            },
-            visited,
-        });
-    }
-}
-
-fn visit(
-    slots: &SlotTable,
-    paging: &Paging,
-    near: &mut usize,
-    gpa: u64,
-    size: usize,
-) -> Result<Visited, WalkFault> {
-    const NOT_PRESENT: WalkFault = WalkFault::Page(0);
-    let space = paging.space.into();
-    let slot_index = slots.find_near(space, gpa, *near).ok_or(NOT_PRESENT)?;
-    *near = slot_index;
-    let slot = slots.slots(space).get(slot_index).ok_or(NOT_PRESENT)?;
-    let index = slot.page_index(gpa).ok_or(NOT_PRESENT)?;
-    let page = slot.page(index).ok_or(WalkFault::Host)?;
-    let offset = gpa % PAGE_SIZE;
-    Ok(Visited {
-        slot: slot_index,
-        index,
-        page,
-        offset,
-        value: page.load(offset, size).ok_or(NOT_PRESENT)? as u64,
-    })
-}
-
-/// False if an entry is no longer what the walk saw.
-fn set_accessed_and_dirty(
-    slots: &SlotTable,
-    paging: &Paging,
-    found: &mut Found,
-    access: Access,
-) -> Result<bool, WalkFault> {
-    let leaf = found.walk.level as usize;
-    let size = usize::from(entry_size(paging));
-    // From the root down, as hardware comes by.
-    for level in (1..=5).rev() {
-        let Some(entry) = &mut found.visited[level] else {
-            continue;
-        };
-        let mut want = A;
-        if level == leaf && access == Access::Write {
-            want |= D;
-        }
-        if entry.value & want != want {
-            let Some(slot) = slots.slots(paging.space.into()).get(entry.slot) else {
-                return Ok(false);
-            };
-            if slot.is_readonly() {
-                continue;
-            }
-            if slot.writable_page(entry.index).is_none() {
-                return Err(WalkFault::Host);
-            }
-            if !entry
-                .page
-                .compare_exchange(entry.offset, size, entry.value, entry.value | want)
-            {
-                return Ok(false);
-            }
-            slot.note_write(entry.index, entry.offset, size as u64);
-            entry.value |= want;
-        }
-        if level == leaf {
-            found.walk.dirty = entry.value & D != 0;
-        }
-    }
-    Ok(true)
+    walker.find(gva, None, &mut Trail::default())
 }

@@ -137,6 +137,18 @@ impl Written {
         Some(is_new)
     }
 
+    /// True if a write tag for `gva` needs nothing more to be noted: the page is here, and so is the tag's index.
+    #[inline]
+    pub(crate) fn has(&self, at: SlotPage, gva: u64) -> bool {
+        let tag = ((gva >> 12) as usize % ENTRIES) as u16;
+        let slot = self.slots.get(at.space).and_then(|s| s.get(at.slot));
+        slot.is_some_and(|slot| {
+            let tags = slot.tags.get(at.index);
+            tags.is_some_and(|tags| tags.contains(&tag) || tags[0] == SEVERAL)
+                && slot.writer.as_ref().is_some_and(|w| w.may_write(at.index))
+        })
+    }
+
     /// Where the tags of a page are, if it has any.
     pub(crate) fn tags(&self, at: SlotPage) -> Tags {
         let slot = self.slots.get(at.space).and_then(|s| s.get(at.slot));

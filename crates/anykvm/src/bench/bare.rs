@@ -11,9 +11,11 @@ use crate::memory::{self, GuestMemory};
 const CODE: u64 = 0x1000;
 /// Page tables of 64-bit guests: the first 2 MiB, by one large page.
 const TABLES: u64 = 0x2000;
-/// An address without RAM: 1 MiB.
+/// Their page directory.
+pub(super) const PAGE_DIRECTORY: u64 = TABLES + 0x2000;
+/// Where there is no RAM: 1 MiB.
 pub(super) const DEVICE: u32 = 0x10_0000;
-const RAM: u64 = 0x80000;
+pub(super) const RAM: u64 = 0x80000;
 
 /// The mode of the code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,11 +59,8 @@ impl Bare {
         write(CODE, code)?;
         let (present, large_global) = (3u64, 0x180);
         write(TABLES, &((TABLES + 0x1000) | present).to_le_bytes())?;
-        write(
-            TABLES + 0x1000,
-            &((TABLES + 0x2000) | present).to_le_bytes(),
-        )?;
-        write(TABLES + 0x2000, &(present | large_global).to_le_bytes())?;
+        write(TABLES + 0x1000, &(PAGE_DIRECTORY | present).to_le_bytes())?;
+        write(PAGE_DIRECTORY, &(present | large_global).to_le_bytes())?;
         vm.set_static_memory(ram)
             .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
         let vcpu = vm

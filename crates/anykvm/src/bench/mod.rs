@@ -13,6 +13,7 @@ mod firmware;
 mod machines;
 mod memory;
 mod plot;
+mod refills;
 mod report;
 mod toggles;
 mod vpmu;

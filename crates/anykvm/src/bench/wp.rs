@@ -1,7 +1,8 @@
-//! `anykvm bench wp`: measures changes of CR0.WP, changes of other inputs of the permission check, and visits to SMM.
+//! `anykvm bench wp`: what changes of CR0.WP, of other inputs of the permission check, visits to SMM, and refills after flushes
+//! cost.
 //!
-//! A guest of a few instructions repeats each change, and the time of an empty loop is subtracted. The best of many
-//! runs counts. The guest's changes must not flush or walk, which the vCPU's counters show.
+//! A guest of a few instructions repeats each change; what an empty loop takes is subtracted. The best of many runs counts. No
+//! change may flush or walk: the vCPU's counters say so.
 
 use std::time::Instant;
 
@@ -10,6 +11,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::bare::{Bare, Mode};
 use super::plot::{self, OURS, SOURCE, Scale};
+use super::refills::{self, PAGES, REFILLS, Refill};
 use super::report::{self, Verdict};
 use crate::cli::BenchArgs;
 use crate::error::BootError;
@@ -72,12 +74,14 @@ const CHANGES: [Change; 6] = [
 /// Maximum number of nanoseconds of an SMI and RSM.
 const SMI_BAR: f64 = 500.0;
 const SMI_NAME: &str = "smi";
-/// Counters of events that must not happen.
-const LOSSES: [&str; 3] = ["tlb_flush", "page_walks", "mmu_contexts_dropped"];
+/// Counters of what may not happen.
+const LOSSES: [&str; 3] = ["tlb_flush", WALKS, "mmu_contexts_dropped"];
+const WALKS: &str = "page_walks";
 
 /// Returns the names that `--only` may have.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
-    CHANGES.iter().map(|c| c.0).chain([SMI_NAME])
+    let refills = REFILLS.iter().map(|r| r.id);
+    CHANGES.iter().map(|c| c.0).chain([SMI_NAME]).chain(refills)
 }
 
 /// Runs the suite.
@@ -96,15 +100,28 @@ pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, Boo
         bars.extend(bar.map(|bar| (format!("{name}: bar"), bar / 1000.0, SOURCE)));
         lines.push(line(name, ns, bar, losses, verdict));
     };
-    let (empty, _) = measure(&[])?;
+    let (empty, _) = measure(&[], &LOSSES)?;
     for (_, name, code, bar) in CHANGES.into_iter().filter(|c| is_wanted(c.0)) {
-        let (ns, losses) = measure(code)?;
+        let (ns, losses) = measure(code, &LOSSES)?;
         add(name, ns - empty, bar, losses);
     }
     if is_wanted(SMI_NAME) {
         let (without, _) = visits(false)?;
         let (with, losses) = visits(true)?;
         add("SMI and RSM", with - without, Some(SMI_BAR), losses);
+    }
+    for refill in REFILLS.iter().filter(|r| is_wanted(r.id)) {
+        let (ns, walks) = refilled(refill)?;
+        bars.push((refill.name.to_owned(), ns / 1000.0, OURS));
+        if let Some(bar) = refill.bar {
+            verdict.at_most(refill.name, ns, bar);
+        }
+        lines.push(vec![
+            refill.name.to_owned(),
+            report::cell(Some(ns)),
+            bar_cell(refill.bar),
+            format!("{walks:.2} walks a page"),
+        ]);
     }
     if let Some(file) = &args.svg {
         std::fs::write(file, plot::draw(&bars, SCALE))
@@ -125,21 +142,41 @@ fn line(name: &str, ns: f64, bar: Option<f64>, losses: f64, verdict: &mut Verdic
     vec![
         name.to_owned(),
         report::cell(Some(ns)),
-        bar.map_or_else(|| "-".to_owned(), |bar| format!("{bar:.0}")),
+        bar_cell(bar),
         format!("{losses:.1}"),
     ]
 }
 
-fn losses(vcpu: &VcpuFd) -> Result<f64, BootError> {
+fn bar_cell(bar: Option<f64>) -> String {
+    bar.map_or_else(|| "-".to_owned(), |bar| format!("{bar:.0}"))
+}
+
+/// Nanoseconds and page walks for a page that is accessed again after a flush.
+fn refilled(refill: &Refill) -> Result<(f64, f64), BootError> {
+    let (flush, access) = (refill.flush_code(), refill.access_code());
+    let time = |code: &[u8]| measure(code, &[WALKS]);
+    let (empty, _) = time(&[])?;
+    let (flushes, _) = time(&flush)?;
+    let (accesses, _) = time(&access)?;
+    let (both, walks) = time(&[&flush[..], &access].concat())?;
+    let pages = f64::from(PAGES);
+    Ok((
+        (both - flushes - accesses + empty) / pages,
+        walks / 1000.0 / pages,
+    ))
+}
+
+/// The sum of these counters.
+fn count(vcpu: &VcpuFd, counters: &[&str]) -> Result<f64, BootError> {
     let stats = vcpu
         .statistics()
         .map_err(BootError::kvm("KVM_GET_STATS_FD"))?;
-    let lost = |(name, value): &(&str, u64)| LOSSES.contains(name).then_some(*value);
+    let lost = |(name, value): &(&str, u64)| counters.contains(name).then_some(*value);
     Ok(stats.iter().filter_map(lost).sum::<u64>() as f64)
 }
 
-/// Measures a loop of the code, which ends with an exit.
-fn measure(change: &[u8]) -> Result<(f64, f64), BootError> {
+/// A loop of the code that ends with an exit: nanoseconds, and by how much the counters grow in a thousand.
+fn measure(change: &[u8], counters: &[&str]) -> Result<(f64, f64), BootError> {
     // mov ebx, COUNT; …; dec ebx; jnz …; out 0x80, al; jmp …
     let mut code = vec![0xbb];
     code.extend(COUNT.to_le_bytes());
@@ -148,21 +185,24 @@ fn measure(change: &[u8]) -> Result<(f64, f64), BootError> {
     code.extend([0xff, 0xcb, 0x75, back(code.len() + 4, 5), 0xe6, 0x80]);
     code.extend([0xeb, back(code.len() + 2, 0)]);
     let Bare {
-        mut vcpu, vm: _vm, ..
+        mut vcpu,
+        vm: _vm,
+        ram,
     } = Bare::new(Mode::Long, true, &code)?;
     set_controls(&vcpu)?;
+    refills::map(ram)?;
     let mut next = || exit(&mut vcpu);
     for _ in 0..20 {
         next()?;
     }
     let mut best = f64::INFINITY;
-    let before = losses(&vcpu)?;
+    let before = count(&vcpu, counters)?;
     for _ in 0..RUNS {
         let begin = Instant::now();
         exit(&mut vcpu)?;
         best = best.min(begin.elapsed().as_secs_f64());
     }
-    let lost = losses(&vcpu)? - before;
+    let lost = count(&vcpu, counters)? - before;
     let each = best * 1e9 / f64::from(COUNT);
     Ok((each, lost * 1000.0 / f64::from(COUNT * RUNS)))
 }
@@ -180,7 +220,7 @@ fn visits(smi: bool) -> Result<(f64, f64), BootError> {
     let mut before = 0.0;
     for n in 0..RUNS {
         if n == RUNS / 10 {
-            before = losses(&vcpu)?;
+            before = count(&vcpu, &LOSSES)?;
         }
         let begin = Instant::now();
         for _ in 0..COUNT {
@@ -191,7 +231,7 @@ fn visits(smi: bool) -> Result<(f64, f64), BootError> {
         }
         best = best.min(begin.elapsed().as_secs_f64());
     }
-    let lost = losses(&vcpu)? - before;
+    let lost = count(&vcpu, &LOSSES)? - before;
     Ok((
         best * 1e9 / f64::from(COUNT),
         lost * 1000.0 / f64::from(COUNT * RUNS),
