@@ -17,7 +17,7 @@
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU32, AtomicUsize};
 
-use libc::{c_int, c_void, siginfo_t};
+use libc::{c_int, c_long, c_void, siginfo_t};
 
 use super::block::{BLOCKS, BLOCKS_SIZE, ThreadBlock};
 
@@ -52,6 +52,9 @@ pub(super) static XSAVE_SIZE: AtomicUsize = AtomicUsize::new(0);
 pub(super) static XSAVE_MASK: AtomicU32 = AtomicU32::new(0);
 /// Address of `syscall; ret` where user dispatch lets system calls pass.
 pub(super) static SYSCALL: AtomicUsize = AtomicUsize::new(0);
+
+/// Number of a system call that there is not: [`execute`] has come back.
+pub(super) const EXECVE_FAILED: c_long = 0x616b_0000;
 
 /// What is blocked for the moment.
 static DEFERRABLE: u64 = kvm_abi::signals::DEFERRABLE;
@@ -418,6 +421,23 @@ pub(super) unsafe extern "C" fn finish(base: usize) -> ! {
         "pop rbp",
         "pop rbx",
         "ret",
+    )
+}
+
+/// Executes another program, with all that is the program's, its signals and its stack for them included: ours would go on to the
+/// other program. Only a call that fails comes back, for `execve::failed` to see to.
+#[unsafe(naked)]
+pub(super) unsafe extern "C" fn execute() {
+    std::arch::naked_asm!(
+        "lea rsp, [rsp - 128]",
+        "call [rip + {syscall}]",
+        "lea rsp, [rsp + 128]",
+        "mov r11, rax",
+        "mov eax, {failed}",
+        "jmp {enter}",
+        syscall = sym SYSCALL,
+        failed = const EXECVE_FAILED,
+        enter = sym enter,
     )
 }
 

@@ -55,9 +55,14 @@ unsafe fn note_stack(context: *const libc::ucontext_t) {
 pub(super) struct StackAside(libc::stack_t);
 
 impl StackAside {
-    /// `None` if the program is not on such a stack, or is to keep it. Signals come in again.
+    /// `None` if the program is not on such a stack, or is to keep it: then signals stay blocked until the way out.
+    /// Otherwise they come in again.
     pub(super) fn new(block: &mut ThreadBlock, is_kept: bool) -> Option<Self> {
         if std::mem::take(&mut block.is_blocked) == 0 {
+            return None;
+        }
+        if is_kept {
+            restore_on_the_way_out(block, block.blocked);
             return None;
         }
         let none = libc::stack_t {
@@ -66,7 +71,7 @@ impl StackAside {
             ss_size: 0,
         };
         let mut old = none;
-        let is_aside = !is_kept && set_stack(&none, Some(&mut old));
+        let is_aside = set_stack(&none, Some(&mut old));
         set_mask(block.blocked);
         is_aside.then_some(Self(old))
     }
@@ -75,11 +80,17 @@ impl StackAside {
     pub(super) fn put_back(self, block: &mut ThreadBlock) {
         let mask = set_mask(kvm_abi::signals::DEFERRABLE);
         set_stack(&self.0, None);
-        // SAFETY: the thread's own, which a signal may have written.
-        if unsafe { (&raw const block.pending).read_volatile() } == 0 {
-            block.mask = mask;
-            block.pending = 1;
-        }
+        restore_on_the_way_out(block, mask);
+    }
+}
+
+/// Signals are blocked, and the mask is this one once the program's stack is the current one, unless a signal that
+/// waits has said so before.
+fn restore_on_the_way_out(block: &mut ThreadBlock, mask: u64) {
+    // SAFETY: the thread's own, which a signal may have written.
+    if unsafe { (&raw const block.pending).read_volatile() } == 0 {
+        block.mask = mask;
+        block.pending = 1;
     }
 }
 
