@@ -2,7 +2,7 @@
 //!
 //! File documentation, file sizes, which crates may contain `unsafe`, edges
 //! between layers, links in the documents, names, orphaned files, reminders,
-//! the list of quirks, and what is known and may only become less (`ratchet`).
+//! the list of quirks, variables of the environment, and what is known and may only become less (`ratchet`).
 //! One file per lint.
 
 mod files;
@@ -13,6 +13,7 @@ mod orphans;
 pub(crate) mod quirks;
 pub(crate) mod ratchet;
 mod reminders;
+mod variables;
 
 use std::path::{Path, PathBuf};
 
@@ -34,6 +35,7 @@ pub(crate) fn run() -> Result<(), String> {
     findings.extend(orphans::check(&root)?);
     findings.extend(reminders::check(&root)?);
     findings.extend(quirks::check(&root)?);
+    findings.extend(variables::check(&root)?);
     findings.extend(ratchet::check(&root)?);
     if findings.is_empty() {
         return Ok(());

@@ -445,7 +445,8 @@ pub(super) unsafe extern "C" fn execute() {
 ///
 /// Parent and child come through the rest one after the other, with the thread's block. What the
 /// child left there when it ended in our code is put right. The kernel does not watch a child's system calls
-/// until it is told to; that takes registers, which the program has kept, and none of its stack.
+/// until it is told to; that takes registers, which the program has kept, and none of its stack. What is before the
+/// call may be executed again (`signals::begin_again`).
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn borrow() {
     std::arch::naked_asm!(

@@ -29,8 +29,25 @@ pub(super) unsafe extern "C" fn in_program(
         let handler = actions::handler_of(signal, info);
         if handler != 0 {
             note_stack(context.cast());
+            begin_again(context.cast());
         }
         handler
+    }
+}
+
+/// The kernel makes a call of vfork(2) again that a signal has interrupted; after a handler it is watched as all others are, so
+/// that has to be said once more, too.
+unsafe fn begin_again(context: *mut libc::ucontext_t) {
+    /// More than there is in front of the call.
+    const NEAR: usize = 32;
+    let begin = entry::borrow as *const () as usize;
+    // SAFETY: the kernel's structure; what was about to be executed can be read.
+    unsafe {
+        let rip = &mut (*context).uc_mcontext.gregs[libc::REG_RIP as usize];
+        let at = *rip as usize;
+        if at.wrapping_sub(begin) < NEAR && (at as *const [u8; 2]).read() == [0x0f, 0x05] {
+            *rip = begin as i64;
+        }
     }
 }
 

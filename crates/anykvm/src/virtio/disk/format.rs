@@ -6,8 +6,8 @@ use std::os::unix::fs::FileExt;
 /// The one that can be used.
 pub(super) const QCOW2: &str = "a qcow2 image";
 
-/// What a file begins with, from an offset on.
-const STARTS: [(&str, usize, &[u8]); 18] = [
+/// What a file begins with, from an offset on. LUKS is not among them: guests have it on raw disks.
+const STARTS: [(&str, usize, &[u8]); 20] = [
     (QCOW2, 0, b"QFI\xfb"),
     ("a QED image", 0, b"QED\0"),
     ("a VMDK image", 0, b"KDMV"),
@@ -19,6 +19,8 @@ const STARTS: [(&str, usize, &[u8]); 18] = [
     ("a Parallels image", 0, b"WithoutFreeSpace"),
     ("a Parallels image", 0, b"WithouFreSpacExt"),
     ("a Bochs image", 0, b"Bochs Virtual HD Image"),
+    ("an Android sparse image", 0, b"\x3a\xff\x26\xed"),
+    ("an EWF image", 0, b"EVF\x09\x0d\x0a\xff\0"),
     ("a compressed file (gzip)", 0, b"\x1f\x8b\x08"),
     ("a compressed file (xz)", 0, b"\xfd7zXZ\0"),
     ("a compressed file (zstd)", 0, b"\x28\xb5\x2f\xfd"),
