@@ -195,6 +195,10 @@ fn vcpus_go_through_a_slot_that_changes() {
         for n in 0..2 {
             machine.write(CODE + n * 0x1000, &assemble(n).unwrap());
             let mut vcpu = machine.vcpu(n, CODE + n * 0x1000);
+            // SSE as well.
+            let mut sregs = vcpu.get_sregs().unwrap();
+            sregs.cr4 |= 0x600;
+            vcpu.set_sregs(&sregs).unwrap();
             stoppers.push(vcpu.stopper().unwrap());
             let (stop, devices) = (&stop, &devices);
             scope.spawn(move || run(&mut vcpu, stop, devices));

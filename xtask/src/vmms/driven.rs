@@ -217,9 +217,10 @@ pub(super) fn monitor(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
 /// QEMU as packages that bring their own libraries start it: a script that starts the loader that starts the program.
 pub(super) fn by_loader(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     const QEMU: &str = "qemu-system-x86_64";
+    // It looks for its files from where it takes itself to be, which is the loader's place.
     let path = std::env::var("PATH").map_err(|e| e.to_string())?;
     let script = format!(
-        "#!/bin/sh -e\nPATH={path}\nexec /lib64/ld-linux-x86-64.so.2 --inhibit-cache $(command -v {QEMU}) \"$@\"\n"
+        "#!/bin/sh -e\nPATH={path}\nexec /lib64/ld-linux-x86-64.so.2 --inhibit-cache $(command -v {QEMU}) -L /usr/share/qemu -L /usr/share/seabios \"$@\"\n"
     );
     let wrapper = setup.dir.join(QEMU);
     fs::write(&wrapper, script).map_err(|e| e.to_string())?;
