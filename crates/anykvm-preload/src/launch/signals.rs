@@ -26,10 +26,10 @@ pub(super) unsafe extern "C" fn in_program(
             *rip = thunks::of(*rip as usize) as i64;
             return 0;
         }
+        begin_again(context.cast());
         let handler = actions::handler_of(signal, info);
         if handler != 0 {
             note_stack(context.cast());
-            begin_again(context.cast());
         }
         handler
     }
