@@ -1,4 +1,5 @@
-//! What a small guest can make the process take: hundreds of address spaces, aliases of its pages everywhere, code in all its memory.
+//! What a small guest can make the process take: hundreds of address spaces, aliases of its pages everywhere, code that it
+//! makes anew all the time.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
@@ -23,7 +24,7 @@ const ROOTS: u64 = 0x10_0000;
 const ROOT_COUNT: u64 = 240;
 const ROUNDS: u64 = 0x5000;
 /// What the process may take above the guest's memory.
-const BOUND: usize = 64 << 20;
+const BOUND: usize = 96 << 20;
 
 /// Pages of this process that are in memory, in bytes.
 fn resident() -> usize {
@@ -32,9 +33,10 @@ fn resident() -> usize {
     pages * 4096
 }
 
-/// Reads, writes and adds in many places, so that much code is made of it.
+/// Reads, writes and adds in many places, so that much code is made of it. Its second byte begins a number.
 fn function() -> Vec<u8> {
     let mut a = CodeAssembler::new(64).unwrap();
+    a.mov(edx, 0x1234_5678).unwrap();
     for n in 0..9 {
         a.add(rax, qword_ptr(r8 + n * 0x1008)).unwrap();
         a.mov(dword_ptr(r9 + n * 0x2010), eax).unwrap();
@@ -43,7 +45,7 @@ fn function() -> Vec<u8> {
     a.assemble(0).unwrap()
 }
 
-/// Each address space in turn: accesses anywhere in it, and a share of the functions at an alias.
+/// Each address space in turn: accesses anywhere in it, and a share of the functions at an alias, each of which is made another one before.
 fn program() -> Vec<u8> {
     let mut a = CodeAssembler::new(64).unwrap();
     let (mut again, mut root) = (a.create_label(), a.create_label());
@@ -77,6 +79,8 @@ fn program() -> Vec<u8> {
     a.mov(r9, 0x8000u64).unwrap();
     a.mov(ebp, 23).unwrap();
     a.set_label(&mut call).unwrap();
+    a.inc(r15).unwrap();
+    a.mov(dword_ptr(rsi + 1), r15d).unwrap();
     a.call(rsi).unwrap();
     a.add(rsi, FUNCTION as i32).unwrap();
     a.dec(ebp).unwrap();
