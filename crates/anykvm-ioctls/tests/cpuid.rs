@@ -147,25 +147,106 @@ fn is_immune(name: &str) -> bool {
     std::fs::read_to_string(path).is_ok_and(|line| line.trim() == "Not affected")
 }
 
+/// Registers of feature bits, and those of them that work on every host; the others say what the host has.
+const MADE_HERE: &[(u32, u32, char, &[u32])] = &[
+    // CX16, PCID, x2APIC, MOVBE, POPCNT, RDRAND, hypervisor; PDCM, for Intel's performance counters.
+    (1, 0, 'c', &[13, 15, 17, 21, 22, 23, 30, 31]),
+    // MTRR, PGE, MCA, PAT, PSE36 and what is older; CLFSH, MMX, FXSR, SSE, SSE2.
+    (
+        1,
+        0,
+        'd',
+        &[
+            0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 17, 19, 23, 24, 25, 26,
+        ],
+    ),
+    // FSGSBASE, TSC_ADJUST, BMI1, SMEP, BMI2, ERMS, INVPCID, RDSEED, ADX, SMAP, CLFLUSHOPT, CLWB.
+    (7, 0, 'b', &[0, 1, 3, 7, 8, 9, 10, 18, 19, 20, 23, 24]),
+    // UMIP, PKU, RDPID, PKS.
+    (7, 0, 'c', &[2, 3, 22, 31]),
+    // FSRM; IA32_ARCH_CAPABILITIES, for Intel.
+    (7, 0, 'd', &[4, 29]),
+    (7, 1, 'a', &[]),
+    (7, 1, 'b', &[]),
+    (7, 1, 'c', &[]),
+    (7, 1, 'd', &[]),
+    (7, 2, 'd', &[]),
+    // PKRU; XSAVEOPT, XSAVEC, XGETBV with ECX 1, XSAVES.
+    (0xd, 0, 'a', &[9]),
+    (0xd, 1, 'a', &[0, 1, 2, 3]),
+    // LAHF, CR8_LEGACY, ABM, PREFETCHW; TOPOEXT and PerfCtrExtCore, for AMD.
+    (0x8000_0001, 0, 'c', &[0, 4, 5, 8, 22, 23]),
+    // SYSCALL, NX, MMXEXT, FXSR_OPT, PDPE1GB, RDTSCP, LM, and what AMD mirrors from leaf 1.
+    (
+        0x8000_0001,
+        0,
+        'd',
+        &[
+            0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 17, 20, 22, 23, 24, 25, 26, 27,
+            29,
+        ],
+    ),
+    (0x8000_0007, 0, 'a', &[]),
+    (0x8000_0007, 0, 'b', &[]),
+    (0x8000_0007, 0, 'd', &[]),
+    // By the word of the host's kernel: SSB_NO, BTC_NO, SRSO_NO, TSA_SQ_NO, TSA_L1_NO. WBNOINVD.
+    (0x8000_0008, 0, 'b', &[9, 26, 29]),
+    (0x8000_0021, 0, 'a', &[29]),
+    (0x8000_0021, 0, 'b', &[]),
+    (0x8000_0021, 0, 'c', &[1, 2]),
+];
+
+/// A value of ours by leaf, subleaf and register, and the processor's.
+fn shown_and_own(supported: &CpuId, function: u32, index: u32, name: char) -> [u32; 2] {
+    let mut entries = supported.as_slice().iter();
+    let entry = entries.find(|e| (e.function, e.index) == (function, index));
+    let host = core::arch::x86_64::__cpuid_count(function, index);
+    let highest = core::arch::x86_64::__cpuid(function & 0x8000_0000).eax;
+    let [shown, own] = match name {
+        'a' => [entry.map(|e| e.eax), Some(host.eax)],
+        'b' => [entry.map(|e| e.ebx), Some(host.ebx)],
+        'c' => [entry.map(|e| e.ecx), Some(host.ecx)],
+        _ => [entry.map(|e| e.edx), Some(host.edx)],
+    };
+    let own = if function <= highest { own } else { None };
+    [shown, own].map(Option::unwrap_or_default)
+}
+
+#[test]
+fn no_feature_is_shown_that_neither_the_host_nor_the_engine_has() {
+    let kvm = Kvm::new().unwrap();
+    let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    for (function, index, name, bits) in MADE_HERE {
+        let [shown, own] = shown_and_own(&supported, *function, *index, *name);
+        let here = bits.iter().fold(0, |all, bit| all | 1 << bit);
+        let made_up = shown & !own & !here;
+        assert_eq!(made_up, 0, "{function:#x}.{index} {name}: {made_up:#x}");
+    }
+    // What is no feature is the host's, or is not told: caches, TLBs, the processor's name.
+    for entry in supported.as_slice() {
+        if !matches!(
+            entry.function,
+            2 | 4 | 0x8000_0002..=0x8000_0006 | 0x8000_0019 | 0x8000_001d
+        ) {
+            continue;
+        }
+        for (name, value) in ['a', 'b', 'c', 'd']
+            .into_iter()
+            .zip([entry.eax, entry.ebx, entry.ecx, entry.edx])
+        {
+            let [_, own] = shown_and_own(&supported, entry.function, entry.index, name);
+            assert!(value == own || value == 0, "{entry:x?} {name}: {own:#x}");
+        }
+    }
+}
+
 /// Guests choose their own protection by these bits, and translated code runs on the host's processor.
 #[test]
 fn guests_are_told_of_no_immunity_that_the_host_does_not_have() {
     let kvm = Kvm::new().unwrap();
     let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
-    let register = |function: u32, index: u32, name: char| {
-        let mut entries = supported.as_slice().iter();
-        let entry = entries.find(|e| (e.function, e.index) == (function, index));
-        let host = core::arch::x86_64::__cpuid_count(function, index);
-        let highest = core::arch::x86_64::__cpuid(function & 0x8000_0000).eax;
-        let [shown, own] = match name {
-            'a' => [entry.map(|e| e.eax), Some(host.eax)],
-            'b' => [entry.map(|e| e.ebx), Some(host.ebx)],
-            'c' => [entry.map(|e| e.ecx), Some(host.ecx)],
-            _ => [entry.map(|e| e.edx), Some(host.edx)],
-        };
-        let own = if function <= highest { own } else { None };
-        [shown, own].map(Option::unwrap_or_default)
-    };
+    let register =
+        |function: u32, index: u32, name: char| shown_and_own(&supported, function, index, name);
     // By the host's own bit, or by its kernel's word.
     for (function, index, name, bit, weakness, what) in [
         (0x8000_0008, 0, 'b', 26, "spec_store_bypass", "SSB_NO"),

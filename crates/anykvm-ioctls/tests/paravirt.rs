@@ -285,3 +285,11 @@ fn eoi_by_memory() {
         assert_eq!(lapic_bit(&g.vcpu, ISR, highest), !alone);
     }
 }
+
+/// As KVM does it: kernels enable it whatever LAPIC they have.
+#[test]
+fn eoi_by_memory_may_be_enabled_without_a_lapic_of_ours() {
+    let g = Guest::new(&[0xf4], false);
+    assert!(set_msr(&g.vcpu, PV_EOI_EN, 0x3001));
+    assert!(!set_msr(&g.vcpu, PV_EOI_EN, 0x3003));
+}

@@ -357,6 +357,11 @@ impl ConsoleKind {
 }
 
 const BENCH_HELP: &str = "\
+Examples:
+  anykvm bench compute kernel                  medians of three rounds, with bars
+  anykvm bench compute --only zstd --no-tcg    one workload, natively and in a guest
+  anykvm bench kernel --against ./anykvm-old   two builds, by the processor's time
+
 Ratios are medians over the rounds. Outputs have to agree, and bars are checked.
 Exit status: 0, 1 if a bar is missed, 2 if something went wrong or outputs differ.";
 
@@ -459,6 +464,15 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_has_examples() {
+        for command in std::iter::once(&Cli::command()).chain(Cli::command().get_subcommands()) {
+            let help = command.get_after_help().map(ToString::to_string);
+            let has_examples = help.is_some_and(|text| text.starts_with("Examples:\n"));
+            assert!(has_examples, "{}", command.get_name());
+        }
     }
 
     #[test]

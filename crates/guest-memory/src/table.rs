@@ -78,6 +78,8 @@ pub struct SlotTable {
     places: BTreeMap<u32, u64>,
     /// Counts changes of which slots exist, of their gpas, and of the host memory under them.
     generation: u64,
+    /// Bytes of all slots.
+    bytes: u64,
 }
 
 /// A change that was found to be allowed.
@@ -107,6 +109,11 @@ impl SlotTable {
     #[inline]
     pub fn generation(&self) -> u64 {
         self.generation
+    }
+
+    /// Bytes of all slots.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// The slots of an address space by ascending gpa.
@@ -370,6 +377,9 @@ impl SlotTable {
         let Some(slots) = self.spaces.get_mut(space) else {
             return;
         };
+        let size = |slot: &Arc<Slot>| slot.config().size;
+        let gone = old.and_then(|at| slots.get(at)).map_or(0, size);
+        self.bytes = self.bytes - gone + change.slot.as_ref().map_or(0, size);
         match (old, at.zip(change.slot)) {
             // The slot keeps its index: only its flags change, or its move passes no other slot.
             (Some(old), Some((at, slot))) if old == at => {

@@ -25,6 +25,8 @@ pub struct MmuBus {
     pub waits: bool,
     /// Number of polls after which the run loop is returned to.
     pub poll_every: u32,
+    /// The time-stamp counter shows this; the host's without.
+    pub stopped_tsc: Option<u64>,
     polls: u32,
     _ram: Mapping,
 }
@@ -52,6 +54,7 @@ impl MmuBus {
             request: Box::new(AtomicU32::new(0)),
             waits: false,
             poll_every: 128,
+            stopped_tsc: None,
             polls: 0,
             _ram: ram,
         })
@@ -154,7 +157,7 @@ impl GuestBus for MmuBus {
         Ok(())
     }
     fn tsc(&mut self, _: &mut CpuState) -> u64 {
-        host::cpu::rdtsc()
+        self.stopped_tsc.unwrap_or_else(host::cpu::rdtsc)
     }
     fn task_priority(&mut self, _: &mut CpuState) -> u8 {
         0
@@ -190,6 +193,6 @@ impl x86_jit::JitBus for MmuBus {
         self.mmu.needs_sync() || cpu.retired.is_due()
     }
     fn tsc_offset(&self) -> Option<u64> {
-        Some(0)
+        self.stopped_tsc.is_none().then_some(0)
     }
 }

@@ -1,8 +1,9 @@
 //! `cargo xtask tidy`: checks that rustc and clippy do not make.
 //!
-//! File documentation, file sizes, which crates may contain `unsafe`, edges between layers, links in the documents,
-//! names, orphaned files, reminders, the list of quirks, and known findings that may only become fewer (`ratchet`).
-//! Each lint is a file.
+//! File documentation, file sizes, which crates may contain `unsafe`, edges
+//! between layers, links in the documents, names, orphaned files, reminders,
+//! the list of quirks, variables of the environment, and what is known and may only become less (`ratchet`).
+//! One file per lint.
 
 mod files;
 mod layers;
@@ -12,6 +13,7 @@ mod orphans;
 pub(crate) mod quirks;
 pub(crate) mod ratchet;
 mod reminders;
+mod variables;
 
 use std::path::{Path, PathBuf};
 
@@ -33,6 +35,7 @@ pub(crate) fn run() -> Result<(), String> {
     findings.extend(orphans::check(&root)?);
     findings.extend(reminders::check(&root)?);
     findings.extend(quirks::check(&root)?);
+    findings.extend(variables::check(&root)?);
     findings.extend(ratchet::check(&root)?);
     if findings.is_empty() {
         return Ok(());

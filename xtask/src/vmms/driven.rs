@@ -11,8 +11,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Setup, guest::GOOD};
+use super::{
+    LIMIT, Setup,
+    guest::{self, GOOD},
+};
 use crate::tool::tool;
+use testkit::boot::run_limited;
 
 /// How long a machine may not print what is waited for. Time in which it waits for a processor does not count.
 const PATIENCE: Duration = Duration::from_secs(100);
@@ -211,7 +215,45 @@ pub(super) fn monitor(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     machine.wait()
 }
 
-/// Tests `savevm` and `loadvm`, twice. The guest goes on where it was.
+/// QEMU as packages that bring their own libraries start it: a script that starts the loader that starts the program.
+pub(super) fn by_loader(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    const QEMU: &str = "qemu-system-x86_64";
+    // It looks for its files from where it takes itself to be, which is the loader's place.
+    let path = std::env::var("PATH").map_err(|e| e.to_string())?;
+    let script = format!(
+        "#!/bin/sh -e\nPATH={path}\nexec /lib64/ld-linux-x86-64.so.2 --inhibit-cache $(command -v {QEMU}) -L /usr/share/qemu -L /usr/share/seabios \"$@\"\n"
+    );
+    let wrapper = setup.dir.join(QEMU);
+    fs::write(&wrapper, script).map_err(|e| e.to_string())?;
+    tool(Command::new("chmod").arg("+x").arg(&wrapper))?;
+    for through in [&["exec"][..], &["exec", "--launch"]] {
+        let mut command = setup.command_through(through, arguments);
+        command.env("PATH", format!("{}:{path}", setup.dir.display()));
+        setup.kernel(&mut command, "");
+        command.args(["-no-reboot", "-serial", "stdio"]);
+        let outcome = run_limited(&mut command, LIMIT).map_err(|e| e.to_string())?;
+        guest::verdict(&outcome).map_err(|e| format!("{through:?}: {e}"))?;
+    }
+    Ok(())
+}
+
+/// Processors that come while the guest runs.
+pub(super) fn hotplug(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    let machine = Machine::start(setup, arguments, "grows")?;
+    machine.wait_for("processors 2")?;
+    for (core, count) in [(2, 3), (3, 4)] {
+        let answer = machine.monitor(&format!(
+            "device_add host-x86_64-cpu,socket-id=0,core-id={core},thread-id=0,id=c{core}"
+        ))?;
+        if answer.contains("Error") {
+            return Err(answer);
+        }
+        machine.wait_for(&format!("processors {count}"))?;
+    }
+    Ok(())
+}
+
+/// `savevm` and `loadvm`, twice; the guest goes on where it was.
 pub(super) fn snapshot(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     let disk = setup.dir.join("snapshots.qcow2");
     tool(

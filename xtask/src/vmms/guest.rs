@@ -137,6 +137,7 @@ pub(super) fn initramfs(
          check() {{\n  same $(nproc) {cpus} || return 1\n\
          [ $(sed -n 's/^MemTotal: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo) -ge {least} ] || return 1\n\
          n=0; while [ $n -lt {cpus} ]; do taskset -c $n sh -c 'i=0; while [ $i -lt 300 ]; do i=$((i + 1)); done' || return 1; n=$((n + 1)); done\n\
+         ! dmesg | grep -E 'unchecked MSR access|cut here' || return 1\n\
          {check}\n}}\n\
          . /run-script\n",
         data = sum(&data()),
@@ -149,13 +150,15 @@ pub(super) fn initramfs(
     Ok(path)
 }
 
-/// The guest's work, by the kernel's command line: check and power off; `ticks`: count; `live=MIB,PAGES`: write memory
-/// on each processor, and count; `again`: check and reboot.
+/// What the guest does, by the kernel's command line: check and power off; `ticks`: count;
+/// `live=MIB,PAGES`: write memory on each processor, and count; `again`: check and reboot; `grows`: say how many processors there are.
 const RUN: &str = "\
 case $(cat /proc/cmdline) in
 *live=*) how=$(sed 's/.*live=\\([0-9]*\\),\\([0-9]*\\).*/\\1 \\2/' /proc/cmdline)
     n=1; while [ $n -lt $(nproc) ]; do writer $how $n & n=$((n + 1)); done
     writer $how 0; echo GUEST-IS-BAD;;
+*grows*) while true; do for c in /sys/devices/system/cpu/cpu*/online; do [ $(cat $c) = 1 ] || echo 1 >$c; done
+    taskset -c $(($(nproc) - 1)) echo processors $(nproc); sleep 0.2; done;;
 *ticks*) sed -n 's/^\\([0-9a-f]*\\) . \\(hrtimer_nanosleep\\|ksys_write\\|jiffies\\)$/SYMBOL \\2 \\1/p' /proc/kallsyms
     i=0; while true; do echo tick $i; i=$((i + 1)); sleep 0.1; done;;
 esac

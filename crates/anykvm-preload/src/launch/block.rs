@@ -4,6 +4,8 @@ use std::cell::Cell;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use super::execve::Prepared;
+
 /// Size of a thread's block in bytes.
 const SIZE: usize = 4096;
 /// Maximum number of threads at a time.
@@ -56,6 +58,8 @@ pub(super) struct ThreadBlock {
     pub(super) blocked: u64,
     /// Registers while signals are blocked.
     pub(super) scratch: [usize; 7],
+    /// What the thread's calls of execve(2) that are not over have prepared.
+    pub(super) prepared: Vec<Box<Prepared>>,
 }
 
 static FREE: Mutex<Free> = Mutex::new(Free {
@@ -122,6 +126,7 @@ pub(super) fn acquire(host_stack: usize) -> Option<*mut ThreadBlock> {
             saved: [0; 5],
             blocked: 0,
             scratch: [0; 7],
+            prepared: Vec::new(),
         });
     }
     CURRENT.set(block);
@@ -131,6 +136,8 @@ pub(super) fn acquire(host_stack: usize) -> Option<*mut ThreadBlock> {
 /// Gives the calling thread's block back.
 pub(super) fn release(block: *mut ThreadBlock) {
     CURRENT.set(std::ptr::null_mut());
+    // SAFETY: the calling thread's own, until it is in the list.
+    unsafe { (*block).prepared = Vec::new() };
     let mut free = FREE
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);

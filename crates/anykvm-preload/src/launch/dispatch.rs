@@ -8,7 +8,7 @@ use libc::{c_int, c_long};
 use super::answer::Answer;
 use super::block::ThreadBlock;
 use super::entry::Frame;
-use super::{execve, image, signals, threads};
+use super::{entry, execve, image, signals, threads};
 use crate::next::system_call;
 use crate::{actions, calls, filter, shown};
 
@@ -37,7 +37,7 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut ThreadBl
         };
     }
     let number = frame.rax as c_long;
-    // These calls leave the signal stack in place: a child needs it, and another program gets none.
+    // These calls leave the signal stack in place: a child needs it, and what the program itself then does is done on it.
     let is_kept = matches!(
         number,
         libc::SYS_clone
@@ -65,7 +65,7 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut ThreadBl
         }
         Answer::Kernel => {}
         // SAFETY: nothing on this stack has a destructor.
-        Answer::Exit => unsafe { super::entry::finish(block.base) },
+        Answer::Exit => unsafe { entry::finish(block.base) },
     }
     if let Some(mask) = kvm_abi::signals::end() {
         block.mask = mask;
@@ -97,7 +97,8 @@ unsafe fn answer(
                 block.clear_tid = a[0];
                 Answer::Is(system_call(libc::SYS_gettid, [0; 6]))
             }
-            libc::SYS_execve | libc::SYS_execveat => execve::execve(number, a),
+            libc::SYS_execve | libc::SYS_execveat => execve::execve(number, a, frame, block),
+            entry::EXECVE_FAILED => execve::failed(frame, block),
             libc::SYS_prctl if a[0] == crate::launcher::PR_SET_SYSCALL_USER_DISPATCH as usize => {
                 Answer::Is(-(libc::EINVAL as isize))
             }

@@ -17,7 +17,7 @@
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU32, AtomicUsize};
 
-use libc::{c_int, c_void, siginfo_t};
+use libc::{c_int, c_long, c_void, siginfo_t};
 
 use super::block::{BLOCKS, BLOCKS_SIZE, ThreadBlock};
 
@@ -52,6 +52,9 @@ pub(super) static XSAVE_SIZE: AtomicUsize = AtomicUsize::new(0);
 pub(super) static XSAVE_MASK: AtomicU32 = AtomicU32::new(0);
 /// Address of a `syscall; ret` from which user dispatch lets system calls pass.
 pub(super) static SYSCALL: AtomicUsize = AtomicUsize::new(0);
+
+/// The number of no system call: it says that [`execute`] has come back.
+pub(super) const EXECVE_FAILED: c_long = 0x616b_0000;
 
 /// Signals that are blocked for a moment.
 static DEFERRABLE: u64 = kvm_abi::signals::DEFERRABLE;
@@ -422,11 +425,29 @@ pub(super) unsafe extern "C" fn finish(base: usize) -> ! {
     )
 }
 
+/// Executes another program, with all that is the program's, its signals and its stack for them included: ours would go on to the
+/// other program. Only a call that fails comes back, for `execve::failed` to see to.
+#[unsafe(naked)]
+pub(super) unsafe extern "C" fn execute() {
+    std::arch::naked_asm!(
+        "lea rsp, [rsp - 128]",
+        "call [rip + {syscall}]",
+        "lea rsp, [rsp + 128]",
+        "mov r11, rax",
+        "mov eax, {failed}",
+        "jmp {enter}",
+        syscall = sym SYSCALL,
+        failed = const EXECVE_FAILED,
+        enter = sym enter,
+    )
+}
+
 /// Makes a child that borrows the program's memory until it executes another program or ends.
 ///
 /// First the child and then the parent execute the rest, with the same block. What the child left in the block when it
 /// ended in our code is put right. The kernel does not watch a child's system calls until prctl(2) asks for that, which
-/// takes registers that the program has kept, and none of its stack.
+/// takes registers that the program has kept, and none of its stack. What is before the call may be executed again
+/// (`signals::begin_again`).
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn borrow() {
     std::arch::naked_asm!(

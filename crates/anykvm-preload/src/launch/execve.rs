@@ -7,16 +7,41 @@ use std::path::Path;
 use libc::{c_char, c_long};
 
 use super::answer::Answer;
+use super::block::ThreadBlock;
+use super::entry::{self, Frame};
 use super::image;
-use crate::next::system_call;
 use crate::program;
 
 /// Maximum number of a program's arguments.
 const MOST: usize = 1 << 20;
 
+/// A call of execve(2) that the program is about to make with other arguments than its own, and what the kernel reads for it:
+/// kept until the call has failed.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    /// What the program had in RDI, RSI and RDX.
+    own: [usize; 3],
+    /// What it has there now.
+    given: [usize; 3],
+    /// Where it goes on.
+    target: usize,
+    /// The call is a child's, which has borrowed the program's memory.
+    is_borrowed: bool,
+    path: CString,
+    arguments: Vec<*const c_char>,
+    environment: Option<Environment>,
+    /// Keeps a file without a name open.
+    _opened: program::Opened,
+}
+
 /// Does execve(2) and execveat(2). Programs that the preload library does not reach are launched; the others get the
 /// library in their environment.
-pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
+pub(super) unsafe fn execve(
+    number: c_long,
+    a: [usize; 6],
+    frame: &mut Frame,
+    block: &mut ThreadBlock,
+) -> Answer {
     let (path_at, argv, envp) = if number == libc::SYS_execve {
         (a[0], a[1], a[2])
     } else {
@@ -33,7 +58,6 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
     } else {
         (a[0] as i32, a[4] as i32)
     };
-    // A file without a name has to stay open.
     let named = Path::new(OsStr::from_bytes(path.to_bytes()));
     let Some(opened) = program::of_path_at(fd, named, flags) else {
         return Answer::Kernel;
@@ -48,12 +72,24 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
     } else {
         program::needs_launcher(file)
     };
+    let mut prepared = Prepared {
+        own: [a[0], a[1], a[2]],
+        given: [0; 3],
+        target: frame.target,
+        is_borrowed: block.borrowed != 0,
+        path,
+        arguments: Vec::new(),
+        environment: None,
+        _opened: opened,
+    };
     if !is_launched {
-        let with_library = Environment::with_library(envp);
-        let envp = with_library.as_ref().map_or(envp, Environment::address);
-        let arguments = [path.as_ptr() as usize, argv, envp, 0, 0, 0];
-        // SAFETY: the program's arguments.
-        return Answer::Is(unsafe { system_call(libc::SYS_execve, arguments) });
+        prepared.environment = Environment::with_library(envp);
+        let envp = prepared
+            .environment
+            .as_ref()
+            .map_or(envp, Environment::address);
+        let path = prepared.path.as_ptr() as usize;
+        return prepared.to_be_executed([path, argv, envp], frame, block);
     }
     let Some(own) = image::launcher() else {
         return Answer::Kernel;
@@ -65,7 +101,7 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
         strings.push(c"--launch".as_ptr());
     }
     strings.push(c"--".as_ptr());
-    strings.push(path.as_ptr());
+    strings.push(prepared.path.as_ptr());
     // The first argument is the program's name for itself.
     let mut at = argv;
     for index in 0..MOST {
@@ -81,19 +117,51 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
         at += size_of::<usize>();
     }
     strings.push(std::ptr::null());
-    let arguments = [
-        own.as_ptr() as usize,
-        strings.as_ptr() as usize,
-        envp,
-        0,
-        0,
-        0,
-    ];
-    // SAFETY: lists that end with null, of strings that live until the call is over.
-    Answer::Is(unsafe { system_call(libc::SYS_execve, arguments) })
+    let arguments = [own.as_ptr() as usize, strings.as_ptr() as usize, envp];
+    prepared.arguments = strings;
+    prepared.to_be_executed(arguments, frame, block)
+}
+
+impl Prepared {
+    /// The program makes the call itself. Signals come in before, with nothing of ours in between: what waits in our code,
+    /// with all signals blocked, would not come to the other program either, which inherits the mask.
+    fn to_be_executed(
+        mut self,
+        arguments: [usize; 3],
+        frame: &mut Frame,
+        block: &mut ThreadBlock,
+    ) -> Answer {
+        self.given = arguments;
+        [frame.rdi, frame.rsi, frame.rdx] = arguments;
+        frame.rax = libc::SYS_execve as usize;
+        frame.target = entry::execute as *const () as usize;
+        block.prepared.push(Box::new(self));
+        Answer::Kernel
+    }
+}
+
+/// The call has come back with an error, which is where its place was.
+pub(super) fn failed(frame: &mut Frame, block: &mut ThreadBlock) -> Answer {
+    // Others of the list are of handlers that have jumped away.
+    let given = [frame.rdi, frame.rsi, frame.rdx];
+    let found = block.prepared.iter().position(|p| p.given == given);
+    let Some(found) = found else {
+        return Answer::Is(-(libc::ENOSYS as isize));
+    };
+    let prepared = block.prepared.remove(found);
+    [frame.rdi, frame.rsi, frame.rdx] = prepared.own;
+    let error = frame.target as isize;
+    frame.target = prepared.target;
+    Answer::Is(error)
+}
+
+/// The thread has no child any more that has borrowed its memory.
+pub(super) fn forget_children(block: &mut ThreadBlock) {
+    block.prepared.retain(|prepared| !prepared.is_borrowed);
 }
 
 /// An environment in which LD_PRELOAD names the library.
+#[derive(Debug)]
 struct Environment {
     list: Vec<*const c_char>,
     _variable: CString,

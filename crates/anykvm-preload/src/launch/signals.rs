@@ -26,11 +26,28 @@ pub(super) unsafe extern "C" fn in_program(
             *rip = thunks::of(*rip as usize) as i64;
             return 0;
         }
+        begin_again(context.cast());
         let handler = actions::handler_of(signal, info);
         if handler != 0 {
             note_stack(context.cast());
         }
         handler
+    }
+}
+
+/// The kernel makes a call of vfork(2) again that a signal has interrupted; after a handler it is watched as all others are, so
+/// that has to be said once more, too.
+unsafe fn begin_again(context: *mut libc::ucontext_t) {
+    /// More than there is in front of the call.
+    const NEAR: usize = 32;
+    let begin = entry::borrow as *const () as usize;
+    // SAFETY: the kernel's structure; what was about to be executed can be read.
+    unsafe {
+        let rip = &mut (*context).uc_mcontext.gregs[libc::REG_RIP as usize];
+        let at = *rip as usize;
+        if at.wrapping_sub(begin) < NEAR && (at as *const [u8; 2]).read() == [0x0f, 0x05] {
+            *rip = begin as i64;
+        }
     }
 }
 
@@ -55,9 +72,13 @@ pub(super) struct StackAside(libc::stack_t);
 
 impl StackAside {
     /// Takes the signal stack away, and lets signals in again. `None` if the program is not on such a stack, or is to
-    /// keep it.
+    /// keep it: then signals stay blocked until the way out.
     pub(super) fn new(block: &mut ThreadBlock, is_kept: bool) -> Option<Self> {
         if std::mem::take(&mut block.is_blocked) == 0 {
+            return None;
+        }
+        if is_kept {
+            restore_on_the_way_out(block, block.blocked);
             return None;
         }
         let none = libc::stack_t {
@@ -66,7 +87,7 @@ impl StackAside {
             ss_size: 0,
         };
         let mut old = none;
-        let is_aside = !is_kept && set_stack(&none, Some(&mut old));
+        let is_aside = set_stack(&none, Some(&mut old));
         set_mask(block.blocked);
         is_aside.then_some(Self(old))
     }
@@ -75,11 +96,17 @@ impl StackAside {
     pub(super) fn put_back(self, block: &mut ThreadBlock) {
         let mask = set_mask(kvm_abi::signals::DEFERRABLE);
         set_stack(&self.0, None);
-        // SAFETY: the word belongs to the thread; a signal may have written it.
-        if unsafe { (&raw const block.pending).read_volatile() } == 0 {
-            block.mask = mask;
-            block.pending = 1;
-        }
+        restore_on_the_way_out(block, mask);
+    }
+}
+
+/// Signals are blocked, and the mask is this one once the program's stack is the current one, unless a signal that
+/// waits has said so before.
+fn restore_on_the_way_out(block: &mut ThreadBlock, mask: u64) {
+    // SAFETY: the thread's own, which a signal may have written.
+    if unsafe { (&raw const block.pending).read_volatile() } == 0 {
+        block.mask = mask;
+        block.pending = 1;
     }
 }
 

@@ -11,7 +11,7 @@ use libc::{c_int, c_void};
 use super::answer::Answer;
 use super::block::{self, ThreadBlock};
 use super::entry::{self, Frame};
-use super::{image, running, thunks};
+use super::{execve, image, running, thunks};
 use crate::next::system_call;
 
 /// Size of our own stack of each thread. A page takes memory once it is used.
@@ -69,6 +69,7 @@ pub(super) unsafe fn clone(a: [usize; 6], frame: &mut Frame, block: &mut ThreadB
         // A process that shares our memory would need an FS and a stack of ours.
         return Answer::Is(-(libc::EINVAL as isize));
     }
+    execve::forget_children(block);
     block.borrowed_return = frame.target + SYSCALL_LEN;
     block.thunks = thunks::range().into();
     frame.target = entry::borrow as *const () as usize;

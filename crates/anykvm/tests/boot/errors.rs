@@ -1,5 +1,6 @@
 //! What a user sees who got something wrong: one line on standard error, status 2, no panic.
 
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::guest::{File, elf, kernel};
@@ -149,6 +150,24 @@ fn memory_and_cpus() {
 }
 
 #[test]
+fn more_memory_than_the_machine_has() {
+    let kernel = kernel(|a| a.ud2().unwrap());
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let total = text
+        .split_whitespace()
+        .nth(1)
+        .unwrap()
+        .parse::<u64>()
+        .unwrap();
+    let mem = format!("{}G", 2 * (total >> 20) + 1);
+    let (status, stderr) = boot(&[kernel.path(), "--no-initrd", "--mem", &mem]);
+    // The machine may refuse it, too.
+    assert!(matches!(status, Some(2 | 125)), "{stderr}");
+    let is_told = stderr.contains("--mem: the guest's ") && stderr.contains(" are more than the ");
+    assert!(is_told, "{stderr}");
+}
+
+#[test]
 fn disks() {
     let kernel = kernel(|a| a.nop().unwrap());
     let kernel = kernel.path();
@@ -187,9 +206,10 @@ fn disks() {
 #[test]
 fn images_of_other_formats() {
     let kernel = kernel(|a| a.ud2().unwrap());
-    let rows: [(&str, usize, &[u8]); 11] = [
+    let rows: [(&str, usize, &[u8]); 21] = [
         ("a QED image", 0, b"QED\0"),
         ("a VMDK image", 0, b"KDMV\x01"),
+        ("a VMDK image", 0, b"COWD\x01"),
         ("a VMDK image", 0, b"# Disk DescriptorFile\nversion=1\n"),
         ("a VDI image", 0x40, b"\x7f\x10\xda\xbe"),
         ("a VHDX image", 0, b"vhdxfile"),
@@ -199,6 +219,15 @@ fn images_of_other_formats() {
         ("(gzip): unpack", 0, b"\x1f\x8b\x08"),
         ("(xz): unpack", 0, b"\xfd7zXZ\0"),
         ("(zstd): unpack", 0, b"\x28\xb5\x2f\xfd"),
+        ("(bzip2): unpack", 0, b"BZh91AY&SY"),
+        ("(lz4): unpack", 0, b"\x04\x22\x4d\x18"),
+        ("(zip): unpack", 0, b"PK\x03\x04"),
+        ("(7z): unpack", 0, b"7z\xbc\xaf\x27\x1c"),
+        ("a Parallels image", 0, b"WithoutFreeSpace"),
+        ("a Parallels image", 0, b"WithouFreSpacExt"),
+        ("a Bochs image", 0, b"Bochs Virtual HD Image\0"),
+        ("an Android sparse image", 0, b"\x3a\xff\x26\xed"),
+        ("an EWF image", 0, b"EVF\x09\x0d\x0a\xff\0"),
     ];
     for (want, at, magic) in rows {
         let mut bytes = vec![0; 4096];
@@ -335,6 +364,12 @@ fn a_doctor_whom_nobody_listens_to() {
         text.starts_with("anykvm ") && text.contains(env!("CARGO_PKG_VERSION")),
         "{text}"
     );
+    // Of a checkout also which one.
+    let is_checkout = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../.git")
+        .exists();
+    let commit = text.split(['(', ')']).nth(1).unwrap_or_default();
+    assert!(!is_checkout || commit.len() == 12, "{text}");
 }
 
 #[test]

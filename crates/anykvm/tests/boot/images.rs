@@ -197,3 +197,18 @@ fn is_alive(pid: u32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|stat| !stat.rsplit_once(')').unwrap().1.starts_with(" Z"))
 }
+
+/// Nothing in the kernel keeps a guest's programs from it here, so it takes no time for that unless it is asked to.
+#[test]
+fn the_kernel_is_told_of_mitigations() {
+    for (options, wants) in [
+        (&[][..], "mitigations=off\n"),
+        (&["--mitigations", "auto"], ""),
+        (&["--no-default-cmdline", "--append", "console=ttyS0"], ""),
+    ] {
+        let script = "grep -o 'mitigations=[^ ]*' /proc/cmdline; exit 0";
+        let outcome = run_without_input(&mut linux(options, &["sh", "-c", script]));
+        assert_eq!(outcome.status, Some(0), "{options:?} {outcome:?}");
+        assert_eq!(outcome.text(), wants, "{options:?} {outcome:?}");
+    }
+}

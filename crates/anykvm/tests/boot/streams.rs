@@ -4,7 +4,7 @@
 use std::fs::OpenOptions;
 use std::io::Read;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::guest::wait;
 use crate::linux::{linux, run, run_without_input};
@@ -53,6 +53,17 @@ fn three_streams_pass_bytes_unchanged() {
             outcome.stderr
         );
     }
+}
+
+/// A serial port's speed would take a minute.
+#[test]
+fn much_goes_through_a_command_in_little_time() {
+    const LEN: usize = 128 << 20;
+    const AT_MOST: Duration = Duration::from_secs(30);
+    let start = Instant::now();
+    let outcome = run(&mut linux(&[], &["cat"]), &vec![b'x'; LEN]);
+    assert_eq!((outcome.status, outcome.stdout.len()), (Some(0), LEN));
+    assert!(start.elapsed() < AT_MOST, "{:?}", start.elapsed());
 }
 
 #[test]
@@ -117,8 +128,9 @@ fn a_shell_whose_output_is_copied() {
 #[test]
 fn a_pipe_behind_a_command_leaves_the_terminal_alone() {
     let endless = ["sh", "-c", "echo up; while :; do sleep 1; done"];
-    for (keys, status) in [(b"\x03".as_slice(), 130), (b"\x1c", 131), (b"\x01x\n", 0)] {
-        let mut terminal = Terminal::start(&linux(&[], &endless), [true, false, true]);
+    let ends = [(b"\x03".as_slice(), 130), (b"\x1c", 131), (b"\x01x\n", 0)];
+    for (console, (keys, status)) in CONSOLES.iter().flat_map(|c| ends.map(|end| (c, end))) {
+        let mut terminal = Terminal::start(&linux(console, &endless), [true, false, true]);
         let mut ready = [0; 3];
         terminal
             .stdout

@@ -28,6 +28,15 @@ impl Terminal {
     /// Starts `command` on a new terminal. `is_terminal` says which of standard input, output and error are that
     /// terminal; the others are empty, or pipes.
     pub(crate) fn start(command: &Command, is_terminal: [bool; 3]) -> Self {
+        let others: [fn() -> Stdio; 3] = [Stdio::null, Stdio::piped, Stdio::piped];
+        Self::start_with(
+            command,
+            [0, 1, 2].map(|n| (!is_terminal[n]).then(others[n])),
+        )
+    }
+
+    /// Standard input, output and error: what is none is the terminal.
+    pub(crate) fn start_with(command: &Command, streams: [Option<Stdio>; 3]) -> Self {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
         let master = openpt(flags).unwrap();
         grantpt(&master).unwrap();
@@ -40,27 +49,21 @@ impl Terminal {
             .custom_flags(i32::try_from(rustix::fs::OFlags::NOCTTY.bits()).unwrap())
             .open(name.to_str().unwrap())
             .unwrap();
-        let stream = |is_terminal: bool, other: Stdio| {
-            if is_terminal {
-                Stdio::from(slave.try_clone().unwrap())
-            } else {
-                other
-            }
-        };
-        let [input, output, errors] = is_terminal;
         // `setsid --ctty` takes its standard input for the terminal.
-        let mut child = if input {
+        let mut child = if streams[0].is_none() {
             let mut child = Command::new("setsid");
             child.arg("--ctty").arg(command.get_program());
             child
         } else {
             Command::new(command.get_program())
         };
+        let [input, output, errors] =
+            streams.map(|stream| stream.unwrap_or_else(|| Stdio::from(slave.try_clone().unwrap())));
         let mut child = child
             .args(command.get_args())
-            .stdin(stream(input, Stdio::null()))
-            .stdout(stream(output, Stdio::piped()))
-            .stderr(stream(errors, Stdio::piped()))
+            .stdin(input)
+            .stdout(output)
+            .stderr(errors)
             .spawn()
             .unwrap();
         let master = File::from(master);
@@ -73,6 +76,11 @@ impl Terminal {
             stderr: child.stderr.take(),
             child,
         }
+    }
+
+    /// What has been shown since the last look.
+    pub(crate) fn look(&mut self) -> Vec<u8> {
+        self.shown.try_iter().flatten().collect()
     }
 
     /// Returns what is shown, up to the bytes that complete `what`.

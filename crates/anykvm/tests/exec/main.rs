@@ -225,6 +225,19 @@ fn a_handler_on_its_own_stack_runs_the_vcpu() {
     passes("vmm-nested-calls", &["nested-calls", "50000"]);
 }
 
+/// Signals come in at any instruction of the way into a child, a thread or another program.
+#[test]
+fn children_and_other_programs_begin_under_fire() {
+    let dynamic = compile("children.c", "children", &[]);
+    let fixed = compile("children.c", "children-static", &["-static"]);
+    let other = dynamic.to_str().expect("a path in UTF-8");
+    for program in [&dynamic, &fixed] {
+        run(program, &["frames", "2000"]);
+        run(program, &["masks", "500", other]);
+    }
+    run(&fixed, &["masks", "10"]);
+}
+
 #[test]
 fn descriptors_live_as_long_as_one_of_their_numbers() {
     passes("vmm-descriptors", &["descriptors"]);

@@ -264,7 +264,12 @@ impl Machine {
         })
     }
 
-    /// Turns the translator's lock-step on.
+    /// RDTSC reads the same number always.
+    pub(super) fn stop_tsc(&mut self) {
+        self.bus.stopped_tsc = Some(0x1234_5678_9abc);
+    }
+
+    /// Compares all that translated code does with the interpreter as it runs.
     pub(crate) fn set_lockstep(&mut self, planted: bool) {
         if let Engine::Jit(jit) = &mut self.engine {
             jit.set_lockstep(planted, |_| {});

@@ -5,12 +5,16 @@ use x86_jit::Jit;
 use super::bus::Bus;
 use crate::{Engine, EngineOptions};
 
-/// The translator, if there is to be one and the host allows generated code.
-pub(super) fn translator(options: &EngineOptions) -> Option<Jit<Bus>> {
+/// Bytes of translated code that a vCPU of a small guest may have.
+const LEAST_CODE: usize = 16 << 20;
+
+/// The translator, if there is to be one and the host allows generated code. `small_memory`: bytes of a small guest's memory.
+pub(super) fn translator(options: &EngineOptions, small_memory: Option<usize>) -> Option<Jit<Bus>> {
     if options.engine == Engine::Interpreter {
         return None;
     }
-    let mut jit = match options.code_cache {
+    let of_small = small_memory.map(|bytes| (bytes / 2).max(LEAST_CODE));
+    let mut jit = match options.code_cache.or(of_small) {
         Some(bytes) => Jit::with_capacity(bytes)?,
         None => Jit::new()?,
     };

@@ -97,7 +97,7 @@ impl Vcpu {
         let mut cpu = Box::<CpuState>::default();
         cpu.features = cpuid::features(&[]);
         cpu.msr.arch_capabilities = crate::system::Speculation::here().arch_capabilities;
-        let jit = engine::translator(&vm.engine);
+        let jit = engine::translator(&vm.engine, vm.small_memory());
         if let Some(jit) = &jit {
             // The service thread gives the code huge pages. Without it, code stays in small pages.
             let _ = vm.service_thread.add(jit.code_views());

@@ -7,8 +7,8 @@ use std::os::unix::fs::FileExt;
 /// The format among these that can be used.
 pub(super) const QCOW2: &str = "a qcow2 image";
 
-/// Formats with the bytes that a file has at an offset.
-const STARTS: [(&str, usize, &[u8]); 18] = [
+/// Formats with the bytes that a file has at an offset. LUKS is not among them: guests have it on raw disks.
+const STARTS: [(&str, usize, &[u8]); 20] = [
     (QCOW2, 0, b"QFI\xfb"),
     ("a QED image", 0, b"QED\0"),
     ("a VMDK image", 0, b"KDMV"),
@@ -20,6 +20,8 @@ const STARTS: [(&str, usize, &[u8]); 18] = [
     ("a Parallels image", 0, b"WithoutFreeSpace"),
     ("a Parallels image", 0, b"WithouFreSpacExt"),
     ("a Bochs image", 0, b"Bochs Virtual HD Image"),
+    ("an Android sparse image", 0, b"\x3a\xff\x26\xed"),
+    ("an EWF image", 0, b"EVF\x09\x0d\x0a\xff\0"),
     ("a compressed file (gzip)", 0, b"\x1f\x8b\x08"),
     ("a compressed file (xz)", 0, b"\xfd7zXZ\0"),
     ("a compressed file (zstd)", 0, b"\x28\xb5\x2f\xfd"),

@@ -22,9 +22,9 @@ impl Bus {
     pub(in crate::vcpu) const fn pv_eoi_msr(&self) -> u64 {
         self.pv.eoi.msr
     }
-    /// WRMSR of MSR_KVM_PV_EOI_EN; false is #GP.
+    /// WRMSR of MSR_KVM_PV_EOI_EN; false is #GP. As with KVM a guest whose LAPIC is the VMM's may enable it, and it has no effect.
     pub(in crate::vcpu) fn set_pv_eoi_msr(&mut self, value: u64) -> bool {
-        if value & 2 != 0 || !self.has_lapic() && value & ENABLE != 0 {
+        if value & 2 != 0 {
             return false;
         }
         self.sync_lapic();
