@@ -10,29 +10,8 @@ use super::answer::Answer;
 use super::block::ThreadBlock;
 use super::entry::{self, Frame};
 use super::image;
+use super::prepared::{Environment, MOST, Prepared};
 use crate::program;
-
-/// Maximum number of a program's arguments.
-const MOST: usize = 1 << 20;
-
-/// A call of execve(2) that the program is about to make with other arguments than its own, and what the kernel reads for it:
-/// kept until the call has failed.
-#[derive(Debug)]
-pub(super) struct Prepared {
-    /// What the program had in RDI, RSI and RDX.
-    own: [usize; 3],
-    /// What it has there now.
-    given: [usize; 3],
-    /// Where it goes on.
-    target: usize,
-    /// The call is a child's, which has borrowed the program's memory.
-    is_borrowed: bool,
-    path: CString,
-    arguments: Vec<*const c_char>,
-    environment: Option<Environment>,
-    /// Keeps a file without a name open.
-    _opened: program::Opened,
-}
 
 /// Does execve(2) and execveat(2). Programs that the preload library does not reach are launched; the others get the
 /// library in their environment.
@@ -158,54 +137,6 @@ pub(super) fn failed(frame: &mut Frame, block: &mut ThreadBlock) -> Answer {
 /// The thread has no child any more that has borrowed its memory.
 pub(super) fn forget_children(block: &mut ThreadBlock) {
     block.prepared.retain(|prepared| !prepared.is_borrowed);
-}
-
-/// An environment in which LD_PRELOAD names the library.
-#[derive(Debug)]
-struct Environment {
-    list: Vec<*const c_char>,
-    _variable: CString,
-}
-
-impl Environment {
-    /// Makes the environment. `None` if the list cannot be read: the kernel says so then.
-    fn with_library(envp: usize) -> Option<Self> {
-        const NAME: &[u8] = b"LD_PRELOAD=";
-        let own = image::launcher()?.to_bytes();
-        let mut variable = [NAME, own].concat();
-        let mut list = Vec::new();
-        let mut at = envp;
-        while envp != 0 && list.len() < MOST {
-            let string = image::take(at)?;
-            if string == 0 {
-                break;
-            }
-            let is_preload = image::starts_with(string, NAME);
-            if is_preload {
-                let others = image::path(string)?;
-                let others = &others.to_bytes()[NAME.len()..];
-                if others.starts_with(own) {
-                    return None;
-                }
-                variable.push(b':');
-                variable.extend_from_slice(others);
-            } else {
-                list.push(string as *const c_char);
-            }
-            at += size_of::<usize>();
-        }
-        let variable = CString::new(variable).ok()?;
-        list.push(variable.as_ptr());
-        list.push(std::ptr::null());
-        Some(Self {
-            list,
-            _variable: variable,
-        })
-    }
-
-    fn address(&self) -> usize {
-        self.list.as_ptr() as usize
-    }
 }
 
 /// Returns the path as C has it. `None` if it has a zero in it.
