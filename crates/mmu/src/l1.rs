@@ -12,17 +12,17 @@
 //! between stores, while tables that are mostly empty cost nothing but address
 //! space: flushing them takes as long as they are filled.
 //!
-//! Before them lies the *stack's entry*, a copy of the write entry that the stack
-//! was last accessed by. Generated code compares it without computing an index.
-//! It is dropped with the entry, and with more than that where this is simpler.
+//! Before the tables lies the *stack's entry*, a copy of the write entry through which the stack was last accessed.
+//! Generated code compares it without computing an index. The copy is dropped with the entry, and also in other cases
+//! where that is simpler.
 //!
-//! Behind them lie the *per-site entries*: copies of entries that generated code makes for single
-//! instructions, and compares without an index as well. A per-site entry stays when its page's entry gets
-//! another page, so whoever forgets a page looks for per-site entries, too.
+//! Behind the tables lie the *per-site entries*: copies of entries that generated code makes for single instructions,
+//! and compares without an index as well. A per-site entry stays when the entry that it was copied from gets another
+//! page. So whoever forgets a page has to look for its per-site entries, too.
 //!
-//! The *page guards* are for fetching what entries are for data: each belongs to a page of memory that code is
-//! in, and says where the view has that page, if it is known to have it. A branch to another page compares its target
-//! with the page guard of the page that it led to before. The *inline caches* are for branches by a pointer in memory.
+//! The *page guards* are to fetches what entries are to data. A page guard belongs to a page of memory with code, and
+//! says at which gva the view has that page, if that is known. A branch to another page compares its target with the
+//! page guard of the page that it led to before. The *inline caches* are for branches through a pointer in memory.
 
 use core::hash::{Hash, Hasher};
 use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
@@ -43,30 +43,30 @@ pub const fn empty_tag(i: usize) -> u64 {
     if i == 0 { 0x1000 } else { 0 }
 }
 
-/// Where per-site entry `n` is from the base.
+/// Returns the offset of per-site entry `n` from the base.
 pub const fn site_entry(n: usize) -> i32 {
     tagged::site_entry::<ENTRIES>(n)
 }
-/// Where the bits are that tell which per-site entries may have a page.
+/// Offset from the base of a bit for each per-site entry that may have a page.
 pub const SITE_ENTRIES_USED: i32 = tagged::site_entries_used::<ENTRIES>();
-/// Where a bit is for each page number modulo [`SITE_ENTRIES_PAGES`] that a per-site entry may have.
+/// Offset from the base of a bit for each page number modulo [`SITE_ENTRIES_PAGES`] that some per-site entry may have.
 pub const SITE_ENTRIES_SEEN: i32 = tagged::site_entries_seen::<ENTRIES>();
 pub use tagged::SEEN as SITE_ENTRIES_PAGES;
-/// Where a number of 32 bits is for each per-site entry, for generated code.
+/// Offset from the base of a counter of 32 bits for each per-site entry. Generated code counts there.
 pub const SITE_ENTRY_COUNTS: i32 = tagged::site_entry_counts::<ENTRIES>();
-/// Where generated code puts [`BOUNCE_LEN`] bytes from each of two pages together.
+/// Offset from the base of a buffer in which generated code joins [`BOUNCE_LEN`] bytes from each of two pages.
 pub const BOUNCE: i32 = tagged::bounce::<ENTRIES>();
 pub use tagged::{BOUNCE_LEN, INLINE_CACHES, PAGE_GUARDS};
-/// Where page guard `n` is from the base: 0, or what its user has put there.
+/// Returns the offset of page guard `n` from the base. A page guard is 0, or what its user has written.
 pub const fn page_guard(n: usize) -> i32 {
     tagged::page_guard::<ENTRIES>(n)
 }
 
-/// The stack's entry while it has no page, and any per-site entry.
+/// The tag of the stack's entry, and of a per-site entry, while the entry has no page.
 ///
-/// Any address is compared with its tag, so none is out of the question. DEVIATION: it is that
-/// of a non-canonical page which a guest would have to guess out of 2^44, and an access there
-/// would go nowhere in place of raising #SS.
+/// Generated code compares any address with this tag, so some address is equal to it. DEVIATION: the tag is that of a
+/// non-canonical page, which a guest would have to guess out of 2^44. An access to that page would go nowhere in place of
+/// raising #SS.
 fn no_page() -> Entry {
     static TAG: OnceLock<u64> = OnceLock::new();
     let tag = TAG.get_or_init(|| {
@@ -81,43 +81,43 @@ fn no_page() -> Entry {
     }
 }
 
-/// Entries of each half. Fewer make hash tables and pointer chases twice as slow.
+/// Number of entries of each half.
 pub const ENTRIES: usize = 1 << 14;
 
-/// Where the number of the view that the tables are of is from the base.
+/// Offset from the base of the number of the tables' view.
 pub const VIEW: i32 = REACH + core::mem::offset_of!(Reach, view) as i32;
 
-/// Where a [`Reach`] is from the base.
+/// Offset from the base of a [`Reach`].
 pub const REACH: i32 = tagged::reach::<ENTRIES>();
 
 const _: () = assert!(core::mem::offset_of!(Entry, tag) == 0);
 const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
 const _: () = assert!(ENTRIES.is_power_of_two() && GROUP == 64);
 const _: () = assert!(ENTRIES.is_multiple_of(SITE_ENTRIES_PAGES));
-// What BEXTR is to extract.
+// The operand of BEXTR that extracts the index of an entry.
 const _: () = assert!(tagged::BASE == 12 | (ENTRIES.trailing_zeros() as usize) << 8);
 
-/// Where inline cache `n` is from the base: three words, 0 or generated code's own.
+/// Returns the offset of inline cache `n` from the base: three words, which are 0 or written by generated code.
 pub const fn inline_cache(n: usize) -> i32 {
     tagged::inline_cache::<ENTRIES>(n)
 }
-/// Where generated code sets a bit for each of them that is not 0.
+/// Offset from the base of the bits that generated code sets for inline caches that are not 0.
 pub const INLINE_CACHES_USED: i32 = tagged::inline_caches_used::<ENTRIES>();
 
-/// What a half is for.
+/// The two halves of the tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Half {
     /// Pages that may be read.
     Read,
-    /// Pages that may be written with nothing to be noted.
+    /// Pages that may be written without any bookkeeping.
     Write,
 }
 
 impl Half {
-    /// Both.
+    /// All halves.
     pub const ALL: [Self; 2] = [Self::Read, Self::Write];
-    /// Where its tags are from the base.
+    /// Returns the offset of the half's tags from the base.
     pub const fn tags(self) -> i32 {
         tagged::tags::<ENTRIES>(self as usize)
     }
@@ -126,11 +126,11 @@ impl Half {
 /// The tables of a view.
 #[derive(Debug)]
 pub struct L1 {
-    /// The single one is the stack's.
+    /// The tables' memory. Its single entry is the stack's.
     pages: TaggedPages<ENTRIES>,
-    /// Numbers of the page guards that have a page.
+    /// Numbers of the page guards that are not 0.
     page_guards_used: Vec<u16>,
-    /// What those are right for: the view's fetch epoch, and the generation of who sets them.
+    /// The view's fetch epoch, and the generation of who sets page guards, for which the page guards are right.
     page_guards_for: (u64, u64),
 }
 
@@ -151,15 +151,15 @@ impl Default for L1 {
 }
 
 impl L1 {
-    /// Bytes of memory that it takes.
+    /// Size of a view's tables in bytes.
     pub(crate) const BYTES: usize = TaggedPages::<ENTRIES>::BYTES + PAGE_GUARDS * size_of::<u16>();
 
-    /// For generated code: see [`tagged`]. It does not move.
+    /// Returns the base for generated code: see [`tagged`]. The tables do not move in memory.
     pub fn base(&self) -> u64 {
         self.pages.base()
     }
 
-    /// Clears page guards and inline caches, unless they were set for the same.
+    /// Clears page guards and inline caches, unless they were set for the same epoch and generation.
     #[inline]
     pub(crate) fn renew_page_guards(&mut self, page_guards_for: (u64, u64)) {
         if self.page_guards_for != page_guards_for {
@@ -173,7 +173,7 @@ impl L1 {
         self.pages.clear_inline_caches();
     }
 
-    /// The same, and all page guards.
+    /// Makes all inline caches and all page guards 0.
     pub fn clear_page_guards(&mut self) {
         self.clear_inline_caches();
         let page_guards = self.pages.page_guards();
@@ -182,7 +182,7 @@ impl L1 {
         }
     }
 
-    /// Sets page guard `n`, modulo their number.
+    /// Sets page guard `n` modulo the number of page guards.
     pub fn set_page_guard(&mut self, n: usize, value: u64) {
         let n = n % PAGE_GUARDS;
         if core::mem::replace(&mut self.pages.page_guards()[n], value) == 0 {
@@ -190,23 +190,24 @@ impl L1 {
         }
     }
 
-    /// What is not 0 of the page guards, and where.
+    /// Returns the page guards that are not 0, with their numbers.
     pub fn page_guards(&self) -> impl Iterator<Item = (usize, u64)> {
         let used = self.page_guards_used.iter().map(|n| usize::from(*n));
         used.map(|n| (n, self.pages.page_guard(n)))
     }
 
-    /// Whose entries of the second level generated code may take, and which of them.
+    /// Sets the address spaces whose entries of the second level generated code may take, and the classes of pages among
+    /// them.
     pub(crate) fn set_keys(&mut self, keys: [L2Key; 2]) {
         self.pages.reach_mut().keys = keys;
     }
 
-    /// Bit per class of pages that may be read, and that may be written.
+    /// Returns two masks of classes of pages: those that the view may read, and those that it may write.
     pub(crate) fn set_rights(&mut self, rights: [u64; 2]) {
         self.pages.reach_mut().rights = rights;
     }
 
-    /// The number of the view that they are of.
+    /// Returns the number of the tables' view.
     pub(crate) fn set_view(&mut self, number: u64) {
         self.pages.reach_mut().view = number;
     }
@@ -215,7 +216,7 @@ impl L1 {
         self.pages.reach().view
     }
 
-    /// Generated code that uses these tables looks in the same second level as with `other`'s, and finds nothing there.
+    /// Gives these tables the second level of `other`. Generated code that uses them finds nothing there.
     pub fn deny_reach(&mut self, other: &Self) {
         let from = *other.pages.reach();
         let to = self.pages.reach_mut();
@@ -224,12 +225,12 @@ impl L1 {
         (to.small, to.small_mask, to.large) = (from.small, from.small_mask, from.large);
     }
 
-    /// The same, and what else misses go by.
+    /// Gives these tables the second level of `other`, and what else `other` has for misses.
     pub(crate) fn reach_mut(&mut self) -> &mut Reach {
         self.pages.reach_mut()
     }
 
-    /// Misses that generated code has had answered by the second level.
+    /// Returns the number of misses that the second level has answered in generated code.
     pub(crate) fn reach_hits(&self) -> u64 {
         self.pages.reach().hits
     }
@@ -238,7 +239,7 @@ impl L1 {
         self.pages.reach().rights
     }
 
-    /// Entry `i` of a half.
+    /// Returns entry `i` of a half.
     #[inline(always)]
     fn entry(&self, half: Half, i: usize) -> Entry {
         self.pages.get(half as usize, i)
@@ -253,12 +254,12 @@ impl L1 {
         *self.pages.single() = no_page();
     }
 
-    /// What generated code has counted of each per-site entry.
+    /// Returns the counters of per-site entries.
     pub fn site_entry_counts(&mut self) -> &mut [u32; SITE_ENTRIES] {
         self.pages.site_entry_counts()
     }
 
-    /// Drops the per-site entries for which `f` is true. Pages that no per-site entry has any more need no search then.
+    /// Drops the per-site entries for which `f` is true, and the bits of pages that no per-site entry has any more.
     fn drop_site_entries(&mut self, f: impl Fn(&Entry) -> bool) {
         let (site_entries, used) = self.pages.site_entries();
         let mut seen = [0; SITE_ENTRIES_PAGES / 64];
@@ -286,7 +287,7 @@ impl L1 {
         self.drop_site_entries(|_| true);
     }
 
-    /// Drops the per-site entries that have this page.
+    /// Drops the per-site entries of a page.
     fn drop_site_entries_of(&mut self, tag: u64) {
         let page = (tag >> 12) as usize % SITE_ENTRIES_PAGES;
         if self.pages.site_entries_seen()[page / 64] >> (page % 64) & 1 != 0 {
@@ -299,23 +300,22 @@ impl L1 {
         (gva >> 12) as usize & (ENTRIES - 1)
     }
 
-    /// The entry that would hold `gva`'s page, and `gva`'s offset from its tag.
-    /// It is a hit if the access's bytes are in the page at that offset, which
-    /// [`HostPage`]'s accessors check.
+    /// Returns the host page of the entry that `gva` selects, and `gva`'s offset from the entry's tag. The entry is a hit
+    /// if the access's bytes are in a page at that offset, which [`HostPage`]'s accessors check.
     #[inline(always)]
     pub fn probe(&self, half: Half, gva: u64) -> (HostPage, u64) {
         let e = self.entry(half, Self::index(gva));
         (e.host, gva.wrapping_sub(e.tag))
     }
 
-    /// Host page of `gva`'s page.
+    /// Returns the host page of `gva`'s page.
     #[inline]
     pub fn find(&self, half: Half, gva: u64) -> Option<HostPage> {
         let (host, offset) = self.probe(half, gva);
         (offset < 4096).then_some(host)
     }
 
-    /// Enters a translation. Both halves of an entry have one page, or one of them none.
+    /// Enters a translation. The two halves of an entry have the same page, or one half has none.
     pub fn insert(&mut self, half: Half, gva: u64, host: HostPage, global: bool) {
         let i = Self::index(gva);
         let tag = gva & !0xfff;
@@ -344,7 +344,7 @@ impl L1 {
         reach.used[group / 64] |= 1 << (group % 64);
     }
 
-    /// Groups that may have entries.
+    /// Returns the groups that may have entries.
     fn groups(&self) -> impl Iterator<Item = usize> + use<> {
         let words = self.pages.reach().used;
         words.into_iter().enumerate().flat_map(|(n, mut word)| {
@@ -356,7 +356,7 @@ impl L1 {
         })
     }
 
-    /// Entries of a group that may not be empty.
+    /// Returns the entries of a group that may not be empty.
     fn filled(&self, group: usize) -> impl Iterator<Item = usize> + use<> {
         let reach = self.pages.reach();
         let mut bits = reach.global[group] | reach.private[group];
@@ -383,7 +383,7 @@ impl L1 {
         }
     }
 
-    /// Forgets what is not global.
+    /// Forgets pages that are not global.
     pub fn flush_non_global(&mut self) {
         self.drop_copies();
         for group in self.groups() {
@@ -391,7 +391,7 @@ impl L1 {
         }
     }
 
-    /// Forgets what is global.
+    /// Forgets pages that are global.
     pub fn flush_global(&mut self) {
         self.drop_copies();
         for group in self.groups() {
@@ -434,12 +434,12 @@ impl L1 {
         }
     }
 
-    /// Forgets an entry if it leads to the host page, and the stack's and per-site entries'.
+    /// Forgets an entry that leads to the host page, with the stack's entry and per-site entries that do.
     pub fn flush_at(&mut self, half: Half, index: usize, host: HostPage) {
         if self.pages.single().host == host {
             self.drop_stack();
         }
-        // The index says which of these pages it is.
+        // The index is the page's number modulo ENTRIES, so it has the number modulo SITE_ENTRIES_PAGES in it.
         let page = index % SITE_ENTRIES_PAGES;
         if self.pages.site_entries_seen()[page / 64] >> (page % 64) & 1 != 0 {
             self.drop_site_entries(|site_entry| site_entry.host == host);
@@ -457,7 +457,7 @@ impl L1 {
             self.drop_stack();
         }
         self.drop_site_entries(is_of);
-        // Its pages are side by side in the tables.
+        // The region's pages select entries that are side by side.
         let pages = (1 << (shift - 12)).clamp(GROUP, ENTRIES);
         let first = Self::index(gva) & !(pages - 1);
         for group in first / GROUP..(first + pages) / GROUP {
@@ -473,7 +473,7 @@ impl L1 {
         }
     }
 
-    /// The same of a group.
+    /// Forgets the entries of a group for which `f` is true.
     fn clear_where(&mut self, halves: &[Half], group: usize, mut f: impl FnMut(&Entry) -> bool) {
         for i in self.filled(group) {
             for half in halves {
@@ -486,14 +486,13 @@ impl L1 {
     }
 }
 
-/// Which aligned regions of the address space have entries that come from large
-/// pages: INVLPG has to drop all of such a page (SDM vol. 3, 4.10.4.1), and most
-/// addresses need no search.
+/// The aligned regions of the address space that may have entries of large pages. INVLPG has to drop all of a large page
+/// (SDM vol. 3, 4.10.4.1); for most addresses the filter says that there is none.
 #[derive(Clone, Debug, Default)]
 pub struct RegionFilter {
-    /// 2 MiB regions, hashed, of each half of the address space: in the upper one a kernel has all of memory.
+    /// Regions of 2 MiB, hashed, for each half of the address space. (Kernels map all of memory in the upper half.)
     large: [[u64; 16]; 2],
-    /// 1 GiB regions, hashed, likewise.
+    /// Regions of 1 GiB, likewise.
     huge: [u64; 2],
 }
 
@@ -505,7 +504,7 @@ impl RegionFilter {
     fn huge(gva: u64) -> u64 {
         1 << ((gva >> 30).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58)
     }
-    /// An entry at `gva` comes from a leaf of this level.
+    /// Notes that an entry at `gva` comes from a leaf of this level.
     pub fn add(&mut self, gva: u64, level: u8) {
         let half = (gva >> 63) as usize;
         match level {
@@ -520,7 +519,7 @@ impl RegionFilter {
             _ => self.huge[half] |= Self::huge(gva),
         }
     }
-    /// log2 of the region around `gva` that has to be searched, if any.
+    /// Returns log2 of the size of the region around `gva` that has to be searched. `None`: no region.
     pub fn region_shift(&self, gva: u64) -> Option<u32> {
         let half = (gva >> 63) as usize;
         if self.huge[half] & Self::huge(gva) != 0 {
@@ -530,7 +529,7 @@ impl RegionFilter {
         // 22: covers 4 MiB pages as well.
         (self.large[half][word] & bit != 0).then_some(22)
     }
-    /// Nothing comes from large pages.
+    /// Notes that no entry comes from a large page.
     pub fn clear(&mut self) {
         *self = Self::default();
     }
