@@ -6,6 +6,7 @@
 //! pass is an error, as are outputs that differ.
 
 mod bare;
+mod bare_tcg;
 mod ctxsw;
 mod dirtylog;
 mod doorbell;
