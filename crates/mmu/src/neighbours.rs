@@ -33,7 +33,7 @@ impl Mmu {
         let is_upper = gva >> 63 != 0;
         let size = u64::from(entry_size(&self.paging));
         let first = offset & !(LINE - 1);
-        let first_gva = (gva & !0xfff).wrapping_sub((offset - first) / size << 12);
+        let first_gva = (gva & !0xfff).wrapping_sub(((offset - first) / size) << 12);
         for n in 0..LINE / size {
             let at = first + n * size;
             let value = table.page.load(at, size as usize).unwrap_or(0) as u64;

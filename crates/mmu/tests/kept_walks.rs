@@ -254,7 +254,10 @@ impl World {
                 }
                 let flags = P | RW | US | A | if n % 2 == 0 { D } else { 0 };
                 let page = (n + 8 * root) as u64;
-                self.set(table + self.mode.place(1, *gva), DATA + page * 4096 | flags);
+                self.set(
+                    table + self.mode.place(1, *gva),
+                    (DATA + page * 4096) | flags,
+                );
             }
         }
         for level in 1..=top {
@@ -421,7 +424,7 @@ impl World {
         value |= if is_large {
             DATA | PS | bit(23, D)
         } else if level == 1 {
-            DATA + to % NR_DATA * 4096
+            (DATA + to % NR_DATA * 4096)
                 | bit(23, D)
                 | if self.has_global { often(24, G) ^ G } else { 0 }
         } else {
@@ -691,6 +694,9 @@ fn flushes_drop_structures() {
 #[test]
 fn neighbours_come_if_nobody_sees_it() {
     let mut w = World::new(Mode::Level4, false, Policy::Tdp, Source::Kept);
+    // XD is reserved then.
+    w.m.cpu.efer &= !efer::NXE;
+    w.m.reload();
     let line = 0x60_0000;
     let user = P | RW | US | A;
     let entries = [
@@ -699,7 +705,7 @@ fn neighbours_come_if_nobody_sees_it() {
         user | D,
         P | RW | US,
         RW | US | A,
-        user | RESERVED,
+        user | NX,
         P | US | A | D,
         user | D,
     ];
@@ -734,8 +740,14 @@ fn neighbours_come_if_nobody_sees_it() {
     assert_eq!(w.m.peek(table + 8, 8) & D, 0);
     assert_eq!(walks(&mut w, 1), (true, 1));
     assert_eq!(w.m.peek(table + 8, 8) & D, D);
-    assert_eq!(walks(&mut w, 2).0, true);
-    assert_eq!(walks(&mut w, 6).0, false);
+    assert!(walks(&mut w, 2).0);
+    assert!(!walks(&mut w, 6).0);
+    // Nor is it once its entry is not dirty any more.
+    w.m.poke(table + 8, 8, page(1) | user);
+    w.flush(0, 1);
+    read_all(&mut w, &[gva(0)]);
+    assert_eq!(walks(&mut w, 1), (true, 1));
+    assert_eq!(w.m.peek(table + 8, 8) & D, D);
     let dirty = [1, 2, 7].map(|n| 100 + n);
     w.dirty.extend(dirty);
     w.harvest();

@@ -5,6 +5,7 @@
 //! guest's times add up to more time than has passed on the host, that is an error; so are outputs that differ.
 
 mod bare;
+mod bare_tcg;
 mod ctxsw;
 mod dirtylog;
 mod doorbell;

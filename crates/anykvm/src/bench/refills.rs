@@ -2,9 +2,12 @@
 //!
 //! A bare guest flushes, and accesses 64 pages; what the flush and the accesses take without each other is subtracted.
 
+use std::path::Path;
+
 use vm_memory::{Bytes, GuestAddress};
 
 use super::bare::{PAGE_DIRECTORY, RAM};
+use super::bare_tcg::Guest;
 use crate::error::BootError;
 use crate::memory::GuestMemory;
 
@@ -144,4 +147,23 @@ pub(super) fn map(ram: &GuestMemory) -> Result<(), BootError> {
         write(TABLE + 8 * n, (DATA + (page << 12)) | present_writable)?;
     }
     Ok(())
+}
+
+/// Flushes in each part of `refills.c`.
+const LOOPS: f64 = 4000.0;
+/// Flushes, accesses, and both, of each row.
+const GUEST: Guest = Guest {
+    source: include_str!("refills.c"),
+    devices: &[],
+    parts: 3 * REFILLS.len(),
+};
+
+/// The same rows under QEMU's TCG.
+pub(super) fn under_tcg(qemu: &Path) -> Result<Vec<f64>, BootError> {
+    let times = GUEST.times(qemu)?;
+    let rows = times.chunks_exact(3).map(|parts| {
+        let ns = |n: usize| parts.get(n).map_or(0.0, |time| time.as_secs_f64() * 1e9);
+        (ns(2) - ns(1) - ns(0)) / LOOPS / f64::from(PAGES)
+    });
+    Ok(rows.collect())
 }
