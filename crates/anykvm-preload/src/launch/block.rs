@@ -59,7 +59,7 @@ pub(super) struct ThreadBlock {
     /// Registers while signals are blocked.
     pub(super) scratch: [usize; 7],
     /// What the thread's calls of execve(2) that are not over have prepared.
-    pub(super) prepared: Vec<Box<Prepared>>,
+    pub(super) prepared: Vec<Prepared>,
 }
 
 static FREE: Mutex<Free> = Mutex::new(Free {

@@ -68,7 +68,7 @@ pub(super) unsafe fn execve(
             .as_ref()
             .map_or(envp, Environment::address);
         let path = prepared.path.as_ptr() as usize;
-        return prepared.to_be_executed([path, argv, envp], frame, block);
+        return prepared.hand_over([path, argv, envp], frame, block);
     }
     let Some(own) = image::launcher() else {
         return Answer::Kernel;
@@ -98,13 +98,13 @@ pub(super) unsafe fn execve(
     strings.push(std::ptr::null());
     let arguments = [own.as_ptr() as usize, strings.as_ptr() as usize, envp];
     prepared.arguments = strings;
-    prepared.to_be_executed(arguments, frame, block)
+    prepared.hand_over(arguments, frame, block)
 }
 
 impl Prepared {
     /// The program makes the call itself. Signals come in before, with nothing of ours in between: what waits in our code,
     /// with all signals blocked, would not come to the other program either, which inherits the mask.
-    fn to_be_executed(
+    fn hand_over(
         mut self,
         arguments: [usize; 3],
         frame: &mut Frame,
@@ -114,7 +114,7 @@ impl Prepared {
         [frame.rdi, frame.rsi, frame.rdx] = arguments;
         frame.rax = libc::SYS_execve as usize;
         frame.target = entry::execute as *const () as usize;
-        block.prepared.push(Box::new(self));
+        block.prepared.push(self);
         Answer::Kernel
     }
 }

@@ -204,7 +204,6 @@ fn the_kernel_is_told_of_mitigations() {
     for (options, wants) in [
         (&[][..], "mitigations=off\n"),
         (&["--mitigations", "auto"], ""),
-        (&["--no-default-cmdline", "--append", "console=ttyS0"], ""),
     ] {
         let script = "grep -o 'mitigations=[^ ]*' /proc/cmdline; exit 0";
         let outcome = run_without_input(&mut linux(options, &["sh", "-c", script]));

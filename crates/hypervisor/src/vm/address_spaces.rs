@@ -1,4 +1,4 @@
-//! The MMU of a new vCPU, what it may keep, and a new VM's memory.
+//! The MMU of a new vCPU, and a VM's memory.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -11,9 +11,6 @@ use crate::{Error, Result, shared::request};
 
 /// A guest with less memory than that is small.
 const SMALL: usize = 256 << 20;
-/// Bytes that each vCPU of a small guest may have for address spaces.
-const LEAST_OF_SMALL: usize = 32 << 20;
-const PAGE_SIZE: usize = 4096;
 
 impl Vm {
     /// KVM_SET_NR_MMU_PAGES: EINVAL below KVM's least. vCPUs have the pages in equal shares; one that runs
@@ -48,17 +45,14 @@ impl VmState {
         mmu
     }
 
-    /// A vCPU's share; before KVM_SET_NR_MMU_PAGES that of a small guest, and none of others.
+    /// A vCPU's share; none before KVM_SET_NR_MMU_PAGES.
     pub(crate) fn mmu_pages_of_vcpu(&self, vcpus: usize) -> Option<usize> {
         let set = self.options.mmu_pages.load(Ordering::Relaxed);
-        if set != 0 {
-            return Some(set as usize / vcpus.max(1));
-        }
-        let bytes = self.small_memory()?;
-        Some((bytes / 2).max(LEAST_OF_SMALL) / PAGE_SIZE)
+        let pages = Some(set).filter(|pages| *pages != 0);
+        pages.map(|pages| pages as usize / vcpus.max(1))
     }
 
-    /// Bytes of a guest's memory that are fewer than those for which the bounds of the MMU and of translated code are made.
+    /// Bytes of a guest's memory that are fewer than those for which the bound of translated code is made.
     pub(crate) fn small_memory(&self) -> Option<usize> {
         let bytes = usize::try_from(self.memory.table().bytes()).ok()?;
         (bytes != 0 && bytes < SMALL).then_some(bytes)

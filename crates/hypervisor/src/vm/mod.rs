@@ -163,7 +163,6 @@ impl Vm {
     ///
     /// The VMM owns the memory at `userspace_addr`; what it does to it while the slot exists, it says before: [`Self::begin_host_change`].
     pub fn set_user_memory_region(&self, region: &kvm_userspace_memory_region) -> Result<()> {
-        let pages = self.state.mmu_pages_of_vcpu(1);
         let epoch = self.state.memory.set_slot(SlotConfig {
             slot: region.slot,
             flags: region.flags,
@@ -171,9 +170,6 @@ impl Vm {
             size: region.memory_size,
             hva: region.userspace_addr,
         })?;
-        if self.state.mmu_pages_of_vcpu(1) != pages {
-            self.state.request_all(request::MMU_PAGES);
-        }
         self.state.wait_for_memory(epoch);
         Ok(())
     }

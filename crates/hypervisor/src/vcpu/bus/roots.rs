@@ -42,9 +42,9 @@ impl Bus {
     /// The vCPU's share of KVM_SET_NR_MMU_PAGES has changed.
     pub(in crate::vcpu) fn follow_mmu_pages(&mut self, cpu: &CpuState) {
         let vcpus = self.vm.vcpus().len();
-        // Without a share the MMU's own bounds are left.
-        let pages = self.vm.mmu_pages_of_vcpu(vcpus).unwrap_or(usize::MAX);
-        self.mmu.set_budget(cpu, pages);
+        if let Some(pages) = self.vm.mmu_pages_of_vcpu(vcpus) {
+            self.mmu.set_budget(cpu, pages);
+        }
     }
 
     /// CPUID promises it.
