@@ -125,14 +125,16 @@ impl Devices {
         self.pci.mmio_write(gpa, data);
     }
 
-    /// The devices stop, and leave guest memory alone, until [`Self::resume`].
+    /// The devices stop, interrupt nobody, and leave guest memory alone, until [`Self::resume`].
     pub(crate) fn pause(&self) {
+        self.uarts.iter().for_each(|uart| lock(uart).hold());
         self.pci.pause();
     }
 
-    /// They go on.
+    /// They go on. What a port has received and the guest not yet taken is sent on.
     pub(crate) fn resume(&self) {
         self.pci.resume();
+        self.uarts.iter().for_each(|uart| lock(uart).release());
     }
 
     /// The state of all of them, which stand still.
@@ -151,11 +153,6 @@ impl Devices {
         lock(&self.cmos).load(r.part("the CMOS memory"))?;
         lock(&self.power).load(r.part("the power management"))?;
         self.pci.load(r)
-    }
-
-    /// What a port has received and the guest not yet taken is sent on.
-    pub(crate) fn wake(&self) {
-        self.uarts.iter().for_each(|uart| lock(uart).refill());
     }
 
     fn uart(&self, port: u16) -> Option<(&Mutex<Uart>, u8)> {

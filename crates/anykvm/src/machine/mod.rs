@@ -318,7 +318,6 @@ fn run(
         running.start(vcpu, id, &devices, &endings)?;
     }
     devices.resume();
-    devices.wake();
 
     // The senders live in the threads above; our own keeps the channel open.
     let ending = ended.recv().unwrap_or(Ending::Quit);
