@@ -1,12 +1,16 @@
 //! Standard input on its way to the guest. Handles the escape key, and passes bytes to a command unchanged.
+//!
+//! Bytes that were read are the guest's, and go with it when it moves. So nothing is read from when its state is saved: it may
+//! go on in another process, which has standard input from then on.
 
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::devices::{Connection, Devices};
 use crate::ending::Ending;
+use crate::error::BootError;
 use crate::fields::{Malformed, Reader, Writer};
 use crate::lock::lock;
 use crate::terminal;
@@ -27,6 +31,8 @@ const BACKLOG_MAX: usize = 1 << 16;
 const PORT_BACKLOG_MAX: usize = 1 << 20;
 /// How often a terminal is looked at that another program uses.
 const LOOK: Duration = Duration::from_millis(50);
+/// How long a read may take that is not to wait.
+const READ_LIMIT: Duration = Duration::from_secs(1);
 
 /// The kind of our standard input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,11 +51,22 @@ struct State {
     early: Vec<u8>,
 }
 
+/// Who may take bytes from standard input.
+#[derive(Default)]
+struct Turn {
+    /// True while bytes are on their way from standard input to the guest.
+    is_reading: bool,
+    /// True if nobody may take bytes, because the guest is about to go.
+    is_held: bool,
+}
+
 /// The guest's inputs. Nothing is sent before its init reads, because a UART that is being probed drops bytes.
 #[derive(Default)]
 pub(crate) struct Destination {
     state: Mutex<State>,
     opened: Condvar,
+    turn: Mutex<Turn>,
+    turned: Condvar,
     /// The devices. COM1 is the console, COM3 a command's standard input.
     pub(crate) devices: OnceLock<Arc<Devices>>,
     /// The virtio console.
@@ -69,7 +86,52 @@ impl Destination {
         self.opened.notify_all();
     }
 
-    /// Saves where bytes go, and those that the guest has not taken yet.
+    /// Nothing is read any more until [`Self::release`], and what was read has been passed on.
+    ///
+    /// # Errors
+    /// A read goes on and on: another process has taken the bytes that it was for. All is as before.
+    pub(crate) fn hold(&self) -> Result<(), BootError> {
+        let begin = Instant::now();
+        let mut turn = lock(&self.turn);
+        turn.is_held = true;
+        while turn.is_reading {
+            let Some(left) = READ_LIMIT.checked_sub(begin.elapsed()) else {
+                turn.is_held = false;
+                self.turned.notify_all();
+                return Err(BootError::Usage(
+                    "standard input is being read, and another process reads it, too".into(),
+                ));
+            };
+            let waited = self.turned.wait_timeout(turn, left);
+            turn = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+
+    /// Reads go on.
+    pub(crate) fn release(&self) {
+        lock(&self.turn).is_held = false;
+        self.turned.notify_all();
+    }
+
+    /// Calls `read` while the guest is not about to go.
+    fn while_it_is_here<T>(&self, read: impl FnOnce() -> T) -> T {
+        let mut turn = lock(&self.turn);
+        while turn.is_held {
+            turn = self
+                .turned
+                .wait(turn)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        turn.is_reading = true;
+        drop(turn);
+        let done = read();
+        lock(&self.turn).is_reading = false;
+        self.turned.notify_all();
+        done
+    }
+
+    /// Where bytes go, and those that the guest has not taken yet.
     pub(crate) fn save(&self, w: &mut Writer) {
         let state = lock(&self.state);
         w.put(&state.connection.map_or(0, Connection::number));
@@ -117,7 +179,6 @@ impl Destination {
             Some(connection) => {
                 drop(state);
                 self.pass(connection, bytes);
-                self.wait_for_room(connection);
             }
             None if state.early.len() < BACKLOG_MAX => state.early.extend(bytes),
             // Nobody types so much at a guest that does not start.
@@ -144,13 +205,14 @@ impl Destination {
         }
     }
 
-    /// Waits while too many bytes have not been taken.
-    fn wait_for_room(&self, connection: Connection) {
-        let index = match connection {
-            Connection::Port => return self.port.wait_for_room(PORT_BACKLOG_MAX),
-            Connection::VirtioConsole => return self.hvc.wait_for_room(BACKLOG_MAX),
-            Connection::Serial => 0,
-            Connection::SerialInput => 2,
+    /// Waits while too many bytes are not taken.
+    fn wait_for_room(&self) {
+        let index = match lock(&self.state).connection {
+            None => return,
+            Some(Connection::Port) => return self.port.wait_for_room(PORT_BACKLOG_MAX),
+            Some(Connection::VirtioConsole) => return self.hvc.wait_for_room(BACKLOG_MAX),
+            Some(Connection::Serial) => 0,
+            Some(Connection::SerialInput) => 2,
         };
         let backlog = || {
             self.devices
@@ -179,40 +241,75 @@ pub(crate) fn forward(source: Source, destination: &Destination, endings: &Sende
     if !source.is_raw {
         destination.wait();
     }
-    let mut buffer = vec![0; CHUNK];
-    let mut escape = Escape::default();
+    let mut reader = Reading {
+        source,
+        buffer: vec![0; CHUNK],
+        escape: Escape::default(),
+    };
     loop {
         if source.is_terminal && !source.is_raw {
             terminal::wait_for_line(LOOK);
+        } else {
+            terminal::wait_for_input(None);
         }
-        let read = match rustix::io::read(rustix::stdio::stdin(), &mut buffer) {
-            Ok(n) => buffer.get(..n).unwrap_or_default(),
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(rustix::io::Errno::AGAIN) => {
-                // Another program has made our terminal non-blocking.
-                thread::sleep(LOOK);
-                continue;
-            }
-            Err(_) => &[],
-        };
-        if read.is_empty() {
-            break;
-        }
-        if source.is_terminal {
-            let (bytes, quits) = escape.filter(read);
-            if quits {
-                // The receiver is gone only if the machine has ended already.
+        match destination.while_it_is_here(|| reader.step(destination)) {
+            Step::Passed => destination.wait_for_room(),
+            Step::Nothing => {}
+            Step::Ended => return,
+            Step::Quit => {
+                // The receiver is gone only when the machine has ended already.
                 let _ = endings.send(Ending::Quit);
                 return;
             }
-            destination.feed(&bytes);
-        } else {
-            destination.feed(read);
         }
     }
-    // A raw terminal that reports its end was closed. SIGHUP does the rest.
-    if !source.is_raw {
-        destination.end();
+}
+
+/// What came of a read.
+enum Step {
+    Passed,
+    Nothing,
+    Ended,
+    /// The user wants to leave.
+    Quit,
+}
+
+struct Reading {
+    source: Source,
+    buffer: Vec<u8>,
+    escape: Escape,
+}
+
+impl Reading {
+    /// Passes on what has come. Does not wait, unless another process takes it at this moment.
+    fn step(&mut self, destination: &Destination) -> Step {
+        // Another process with the same standard input may have been quicker: the guest's next one.
+        if !terminal::wait_for_input(Some(Duration::ZERO)) {
+            return Step::Nothing;
+        }
+        let read = match rustix::io::read(rustix::stdio::stdin(), &mut self.buffer) {
+            Ok(n) => self.buffer.get(..n).unwrap_or_default(),
+            // Somebody made our terminal non-blocking.
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => return Step::Nothing,
+            Err(_) => &[],
+        };
+        if read.is_empty() {
+            // A raw terminal that reports its end was closed; SIGHUP says the rest.
+            if !self.source.is_raw {
+                destination.end();
+            }
+            return Step::Ended;
+        }
+        if !self.source.is_terminal {
+            destination.feed(read);
+            return Step::Passed;
+        }
+        let (bytes, quits) = self.escape.filter(read);
+        if quits {
+            return Step::Quit;
+        }
+        destination.feed(&bytes);
+        Step::Passed
     }
 }
 

@@ -81,6 +81,18 @@ pub(crate) fn wait_for_line(look: Duration) {
     }
 }
 
+/// Waits until standard input has something to read, its end or an error among it; whether it has.
+pub(crate) fn wait_for_input(limit: Option<Duration>) -> bool {
+    let stdin = rustix::stdio::stdin();
+    let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
+    let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
+    // What is wrong with it is for read(2) to tell.
+    !matches!(
+        poll(&mut fds, limit.as_ref()),
+        Ok(0) | Err(rustix::io::Errno::INTR)
+    )
+}
+
 /// Prints on a terminal what takes a while.
 pub(crate) fn progress(text: &str) {
     if is_terminal(rustix::stdio::stderr()) {

@@ -125,14 +125,16 @@ impl Devices {
         self.pci.mmio_write(gpa, data);
     }
 
-    /// Stops the devices: they do not touch guest memory until [`Self::resume`].
+    /// Stops the devices: they interrupt nobody and do not touch guest memory until [`Self::resume`].
     pub(crate) fn pause(&self) {
+        self.uarts.iter().for_each(|uart| lock(uart).hold());
         self.pci.pause();
     }
 
-    /// Makes the devices go on.
+    /// Makes the devices go on. A serial port sends on what it has received and the guest has not taken yet.
     pub(crate) fn resume(&self) {
         self.pci.resume();
+        self.uarts.iter().for_each(|uart| lock(uart).release());
     }
 
     /// Saves the state of all devices, which stand still.
@@ -151,11 +153,6 @@ impl Devices {
         lock(&self.cmos).load(r.part("the CMOS memory"))?;
         lock(&self.power).load(r.part("the power management"))?;
         self.pci.load(r)
-    }
-
-    /// Sends on what a port has received and the guest has not taken yet.
-    pub(crate) fn wake(&self) {
-        self.uarts.iter().for_each(|uart| lock(uart).refill());
     }
 
     fn uart(&self, port: u16) -> Option<(&Mutex<Uart>, u8)> {

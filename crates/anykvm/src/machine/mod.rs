@@ -318,7 +318,6 @@ fn run(
         running.start(vcpu, id, &devices, &endings)?;
     }
     devices.resume();
-    devices.wake();
 
     // The channel stays open: this function has a sender, besides those of the threads above.
     let ending = ended.recv().unwrap_or(Ending::Quit);

@@ -100,6 +100,7 @@ impl Machine {
 
     /// Makes everything go on.
     pub(super) fn resume(&self) {
+        self.destination.release();
         self.devices.resume();
         self.gate.open();
     }
@@ -160,12 +161,17 @@ impl Machine {
             pages = logging.harvest().map_err(StreamError::from)?;
         }
         let stopped = Instant::now();
-        let vcpus = self.pause().map_err(StreamError::from)?;
+        self.destination.hold().map_err(StreamError::from)?;
+        let vcpus = self.pause().inspect_err(|_| self.destination.release());
+        let vcpus = vcpus.map_err(StreamError::from)?;
         let handed = self.hand_over(line, options, &logging, (pages, &vcpus), &mut shown, show);
         let downtime = stopped.elapsed();
         drop(logging);
-        if matches!(handed, Err(Failure::Stays(_))) && !is_paused {
-            self.resume();
+        if matches!(handed, Err(Failure::Stays(_))) {
+            self.destination.release();
+            if !is_paused {
+                self.resume();
+            }
         }
         handed.map(|()| Report {
             downtime,

@@ -3,6 +3,9 @@
 //! The guest counts. At each number it copies a file in memory, checks the copy, and writes the number to its disk. The
 //! output of all processes together has each number once.
 
+mod busy;
+mod input;
+
 use std::fs;
 use std::io::Read;
 use std::net::TcpListener;
@@ -75,6 +78,12 @@ struct Process {
 
 impl Process {
     fn start(folder: &Folder, name: &str, options: &[&str], command: &[&str]) -> Self {
+        let mut anykvm = Self::command(folder, name, options, command);
+        anykvm.stdin(Stdio::null());
+        Self::spawn(folder, name, &mut anykvm)
+    }
+
+    fn command(folder: &Folder, name: &str, options: &[&str], command: &[&str]) -> Command {
         let file =
             |suffix: &str| fs::File::create(folder.path(&format!("{name}.{suffix}"))).unwrap();
         let mut anykvm = Command::new(env!("CARGO_BIN_EXE_anykvm"));
@@ -83,14 +92,13 @@ impl Process {
         if !command.is_empty() {
             anykvm.arg("--").args(command);
         }
-        let child = anykvm
-            .stdin(Stdio::null())
-            .stdout(file("out"))
-            .stderr(file("err"))
-            .spawn()
-            .unwrap();
+        anykvm.stdout(file("out")).stderr(file("err"));
+        anykvm
+    }
+
+    fn spawn(folder: &Folder, name: &str, anykvm: &mut Command) -> Self {
         Self {
-            child,
+            child: anykvm.spawn().unwrap(),
             folder: folder.0.clone(),
             name: name.to_owned(),
         }
