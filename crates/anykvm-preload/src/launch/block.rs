@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::execve::Prepared;
+use super::prepared::Prepared;
 
 /// Bytes of one thread's block.
 const SIZE: usize = 4096;

@@ -10,29 +10,8 @@ use super::answer::Answer;
 use super::block::ThreadBlock;
 use super::entry::{self, Frame};
 use super::image;
+use super::prepared::{Environment, MOST, Prepared};
 use crate::program;
-
-/// Arguments that a program can have.
-const MOST: usize = 1 << 20;
-
-/// A call of execve(2) that the program is about to make with other arguments than its own, and what the kernel reads for it:
-/// kept until the call has failed.
-#[derive(Debug)]
-pub(super) struct Prepared {
-    /// What the program had in RDI, RSI and RDX.
-    own: [usize; 3],
-    /// What it has there now.
-    given: [usize; 3],
-    /// Where it goes on.
-    target: usize,
-    /// The call is a child's, which has borrowed the program's memory.
-    is_borrowed: bool,
-    path: CString,
-    arguments: Vec<*const c_char>,
-    environment: Option<Environment>,
-    /// Keeps a file without a name open.
-    _opened: program::Opened,
-}
 
 /// execve(2) and execveat(2): programs that the preload library does not reach are launched, the
 /// others have it in their environment.
@@ -89,7 +68,7 @@ pub(super) unsafe fn execve(
             .as_ref()
             .map_or(envp, Environment::address);
         let path = prepared.path.as_ptr() as usize;
-        return prepared.hand_over([path, argv, envp], frame, block);
+        return hand_over(prepared, [path, argv, envp], frame, block);
     }
     let Some(own) = image::launcher() else {
         return Answer::Kernel;
@@ -119,25 +98,23 @@ pub(super) unsafe fn execve(
     strings.push(std::ptr::null());
     let arguments = [own.as_ptr() as usize, strings.as_ptr() as usize, envp];
     prepared.arguments = strings;
-    prepared.hand_over(arguments, frame, block)
+    hand_over(prepared, arguments, frame, block)
 }
 
-impl Prepared {
-    /// The program makes the call itself. Signals come in before, with nothing of ours in between: what waits in our code,
-    /// with all signals blocked, would not come to the other program either, which inherits the mask.
-    fn hand_over(
-        mut self,
-        arguments: [usize; 3],
-        frame: &mut Frame,
-        block: &mut ThreadBlock,
-    ) -> Answer {
-        self.given = arguments;
-        [frame.rdi, frame.rsi, frame.rdx] = arguments;
-        frame.rax = libc::SYS_execve as usize;
-        frame.target = entry::execute as *const () as usize;
-        block.prepared.push(self);
-        Answer::Kernel
-    }
+/// The program makes the call itself. Signals come in before, with nothing of ours in between: what waits in our code,
+/// with all signals blocked, would not come to the other program either, which inherits the mask.
+fn hand_over(
+    mut prepared: Prepared,
+    arguments: [usize; 3],
+    frame: &mut Frame,
+    block: &mut ThreadBlock,
+) -> Answer {
+    prepared.given = arguments;
+    [frame.rdi, frame.rsi, frame.rdx] = arguments;
+    frame.rax = libc::SYS_execve as usize;
+    frame.target = entry::execute as *const () as usize;
+    block.prepared.push(prepared);
+    Answer::Kernel
 }
 
 /// The call has come back with an error, which is where its place was.
@@ -158,54 +135,6 @@ pub(super) fn failed(frame: &mut Frame, block: &mut ThreadBlock) -> Answer {
 /// The thread has no child any more that has borrowed its memory.
 pub(super) fn forget_children(block: &mut ThreadBlock) {
     block.prepared.retain(|prepared| !prepared.is_borrowed);
-}
-
-/// An environment in which LD_PRELOAD names the library.
-#[derive(Debug)]
-struct Environment {
-    list: Vec<*const c_char>,
-    _variable: CString,
-}
-
-impl Environment {
-    /// `None` if the list cannot be read, which the kernel says then.
-    fn with_library(envp: usize) -> Option<Self> {
-        const NAME: &[u8] = b"LD_PRELOAD=";
-        let own = image::launcher()?.to_bytes();
-        let mut variable = [NAME, own].concat();
-        let mut list = Vec::new();
-        let mut at = envp;
-        while envp != 0 && list.len() < MOST {
-            let string = image::take(at)?;
-            if string == 0 {
-                break;
-            }
-            let is_preload = image::starts_with(string, NAME);
-            if is_preload {
-                let others = image::path(string)?;
-                let others = &others.to_bytes()[NAME.len()..];
-                if others.starts_with(own) {
-                    return None;
-                }
-                variable.push(b':');
-                variable.extend_from_slice(others);
-            } else {
-                list.push(string as *const c_char);
-            }
-            at += size_of::<usize>();
-        }
-        let variable = CString::new(variable).ok()?;
-        list.push(variable.as_ptr());
-        list.push(std::ptr::null());
-        Some(Self {
-            list,
-            _variable: variable,
-        })
-    }
-
-    fn address(&self) -> usize {
-        self.list.as_ptr() as usize
-    }
 }
 
 /// A path without zeros in it, as C has it.

@@ -11,6 +11,7 @@ mod dispatch;
 mod entry;
 mod execve;
 mod image;
+mod prepared;
 mod running;
 mod signals;
 mod threads;
