@@ -119,6 +119,11 @@ impl Machine {
         Ok(w.into_bytes())
     }
 
+    /// What it writes is logged until that is dropped.
+    pub(super) fn log(&self) -> Result<Logging<'_>, BootError> {
+        Logging::start(&self.vm, self.memory)
+    }
+
     /// Sends the guest. `is_paused`: it stands still from the start.
     pub(super) fn leave(
         &self,
@@ -138,7 +143,7 @@ impl Machine {
         }
         stream::begin(line)?;
         stream::send(line, MessageKind::Config, &self.config.to_bytes())?;
-        let logging = Logging::start(&self.vm, self.memory).map_err(StreamError::from)?;
+        let logging = self.log().map_err(StreamError::from)?;
         let mut shown = Progress::default();
         let mut pages = memory::all(self.memory);
         let mut rate = GUESS;

@@ -5,6 +5,8 @@
 //! table says which.
 
 mod guest;
+mod load;
+mod migration;
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -34,7 +36,7 @@ const WARM_UP: u32 = 50;
 const TRIES: u32 = 7;
 
 /// What `--only` may name.
-pub(super) const PARTS: [&str; 7] = [
+pub(super) const PARTS: [&str; 9] = [
     "source",
     "source-once",
     "harvests",
@@ -42,6 +44,8 @@ pub(super) const PARTS: [&str; 7] = [
     "again",
     "sparse",
     "slowdown",
+    "load",
+    "migration",
 ];
 /// One of them.
 type Part<'a> = &'a mut dyn FnMut(&mut Verdict) -> Result<String, BootError>;
@@ -73,6 +77,8 @@ pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, Boo
         &mut again,
         &mut sparse,
         &mut slowdown,
+        &mut |_| load::measure(args),
+        &mut |verdict| migration::measure(args, verdict),
     ];
     for (name, part) in PARTS.into_iter().zip(parts) {
         // One is what the part before it starts.

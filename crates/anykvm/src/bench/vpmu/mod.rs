@@ -5,6 +5,7 @@
 //! reuse the host's events: its longest latencies before and after.
 
 mod counted;
+mod events;
 mod interrupts;
 
 use std::io::Write as _;
@@ -77,12 +78,19 @@ fn read(index: u32, opcode: u8) -> Vec<u8> {
 /// Measures and prints everything.
 pub(super) fn run(
     args: &BenchArgs,
-    files: &Files,
+    files: &mut Files,
     verdict: &mut Verdict,
 ) -> Result<String, BootError> {
+    files.add_program("events", include_str!("events.c"))?;
     let r = if hypervisor_is_amd()? { AMD } else { INTEL };
-    let first =
-        accesses(&r, verdict)? + &interrupts::measure(&r, verdict)? + &counted::loops(&r, verdict)?;
+    let first = [
+        accesses(&r, verdict)?,
+        interrupts::measure(&r, verdict)?,
+        events::host(&r, files)?,
+        events::profile(files, verdict)?,
+        counted::loops(&r, verdict)?,
+    ]
+    .concat();
     // The rest takes minutes. Nobody who closes our output wants it.
     let _ = std::io::stdout().write_all(first.as_bytes());
     counted::programs(args, files, verdict)
