@@ -15,9 +15,9 @@ use crate::images::{self, Overlay};
 const LIMIT: Duration = Duration::from_secs(1200);
 /// TCG's processor, for a fair comparison: with plain `max`, spinning in MONITOR/MWAIT takes TCG's time, and `rep
 /// movsb` goes byte by byte.
-const TCG_CPU: &str = "max,monitor=off,erms=off,fsrm=off";
+pub(super) const TCG_CPU: &str = "max,monitor=off,erms=off,fsrm=off";
 /// The kernel's command line in every guest.
-const WORDS: &str = "console=ttyS0 quiet panic=-1";
+pub(super) const WORDS: &str = "console=ttyS0 quiet panic=-1";
 /// The line before the first workload.
 const PREPARED: &str = "prepared";
 /// The guest's folder with the workloads' files.
@@ -85,7 +85,7 @@ pub(super) struct Sample {
 pub(super) struct Files {
     folder: PathBuf,
     kernel: PathBuf,
-    qemu: PathBuf,
+    pub(super) qemu: PathBuf,
     /// The program of native runs, and the source that guests are built from.
     program: PathBuf,
     source: PathBuf,
@@ -132,7 +132,7 @@ impl Files {
     }
 
     /// Makes the guest's archive for a suite, which runs `script` and then powers off.
-    fn initrd(&self, suite: Option<Suite>, script: &str) -> Result<PathBuf, BootError> {
+    pub(super) fn initrd(&self, suite: Option<Suite>, script: &str) -> Result<PathBuf, BootError> {
         let file = self.folder.join("initrd");
         let mut overlays = vec![
             overlay(&self.program, &format!("{FOLDER}/program"))?,
@@ -223,19 +223,43 @@ poweroff -f
             command
         } else {
             let mut command = Command::new(&self.qemu);
-            command
-                .args(["-accel", "tcg", "-cpu", TCG_CPU, "-m", guest.mem])
-                .args(["-smp", &guest.cpus.to_string(), "-nodefaults", "-no-reboot"])
-                .args(["-display", "none", "-serial", "stdio", "-append", &words])
-                .arg("-kernel");
-            command.arg(&self.kernel).arg("-initrd").arg(&initrd);
+            command.args(["-accel", "tcg", "-cpu", TCG_CPU]);
+            self.qemu_board(&mut command, (guest.cpus, guest.mem), &words, &initrd);
+            command.args(["-serial", "stdio"]);
             command
         };
         follow(&mut command)
     }
 
+    /// Adds QEMU's arguments for the board: all but those for the accelerator and the serial port.
+    pub(super) fn qemu_board(
+        &self,
+        command: &mut Command,
+        (cpus, mem): (u32, &str),
+        words: &str,
+        initrd: &Path,
+    ) {
+        command
+            .args(["-m", mem, "-smp", &cpus.to_string(), "-nodefaults"])
+            .args(["-no-reboot", "-display", "none", "-append", words])
+            .arg("-kernel");
+        command.arg(&self.kernel).arg("-initrd").arg(initrd);
+    }
+
+    /// Returns the path of a file that is removed with the others.
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
     /// Returns the command by which `program` boots a guest.
-    fn boot(&self, program: &Path, cpus: u32, mem: &str, words: &str, initrd: &Path) -> Command {
+    pub(super) fn boot(
+        &self,
+        program: &Path,
+        cpus: u32,
+        mem: &str,
+        words: &str,
+        initrd: &Path,
+    ) -> Command {
         let mut command = Command::new(program);
         command
             .args(["boot", "--mem", mem, "--cpus", &cpus.to_string()])
@@ -312,7 +336,7 @@ fn overlay(host: &Path, guest: &str) -> Result<Overlay, BootError> {
     Overlay::parse(&format!("{}:{guest}", host.display()))
 }
 
-fn script(workloads: &[&Workload], repeats: u32) -> Result<String, BootError> {
+pub(super) fn script(workloads: &[&Workload], repeats: u32) -> Result<String, BootError> {
     if workloads.is_empty() {
         return Ok(String::new());
     }
@@ -408,7 +432,7 @@ pub(super) fn succeed(command: &mut Command, what: &str) -> Result<(), BootError
 }
 
 /// Runs a process and reads its lines. It has to print `over`.
-fn follow(command: &mut Command) -> Result<Run, BootError> {
+pub(super) fn follow(command: &mut Command) -> Result<Run, BootError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let start = Instant::now();
     let mut child = command

@@ -7,8 +7,9 @@
 //! | `pause`, `resume` | |
 //! | `migrate MILLISECONDS VERIFY PLACE` | `progress ROUND DONE ALL SENT` comes before the answer; the guest stays if the connection is closed |
 //! | `cancel` | ends a migration that is on its way |
+//! | `log MILLISECONDS` | logs what the guest writes until the connection is closed: `logging`, then `dirty PAGES` so often (0: never) |
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,6 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::line::{self, Line};
+use super::memory;
 use super::source::{Failure, Machine, Options, Progress, Report};
 use super::stream::StreamError;
 use crate::ending::Ending;
@@ -37,6 +39,8 @@ enum Phase {
     Paused,
     /// The guest leaves. True if it stands still meanwhile.
     Leaving(bool),
+    /// The guest runs, and its writes are logged.
+    Logged,
     /// The guest belongs to another process.
     Gone,
 }
@@ -124,6 +128,7 @@ impl Control {
                 Phase::Running => "running",
                 Phase::Paused => "paused",
                 Phase::Leaving(_) => "migrating",
+                Phase::Logged => "logged",
                 Phase::Gone => "gone",
             }),
             "pause" => {
@@ -150,6 +155,7 @@ impl Control {
                 done("cancelled")
             }
             "migrate" => self.migrate(rest, stream),
+            "log" => self.log(rest, stream),
             _ => Err(format!("'{word}' is no command")),
         }
     }
@@ -157,6 +163,7 @@ impl Control {
     fn turn(&self, phase: &mut Phase, to: Phase) -> Result<(), String> {
         match *phase {
             Phase::Leaving(_) => Err("a migration is on its way".into()),
+            Phase::Logged => Err("what the guest writes is being logged".into()),
             Phase::Gone => Err("the guest is gone".into()),
             _ => {
                 *phase = to;
@@ -211,6 +218,47 @@ impl Control {
         };
         *lock(&self.phase) = next;
         answer
+    }
+
+    /// As a migration does it before the guest stands still.
+    fn log(
+        &self,
+        arguments: &str,
+        stream: &mut UnixStream,
+    ) -> Result<(String, Option<Ending>), String> {
+        let milliseconds: u64 = arguments.parse().map_err(|_| "log MILLISECONDS")?;
+        {
+            let mut phase = lock(&self.phase);
+            if *phase == Phase::Paused {
+                return Err("the guest stands still".into());
+            }
+            self.turn(&mut phase, Phase::Logged)?;
+        }
+        let found = self.harvests(Duration::from_millis(milliseconds), stream);
+        *lock(&self.phase) = Phase::Running;
+        let pages = found.map_err(|error| error.to_string())?;
+        Ok((format!("{pages} pages"), None))
+    }
+
+    /// How many pages they find until the connection is closed.
+    fn harvests(&self, period: Duration, stream: &mut UnixStream) -> Result<u64, StreamError> {
+        let logging = self.machine.log()?;
+        let look = if period.is_zero() { TELL } else { period };
+        stream.set_read_timeout(Some(look))?;
+        stream.write_all(b"logging\n")?;
+        let mut all = 0;
+        loop {
+            match stream.read(&mut [0; 1]) {
+                Ok(0) => return Ok(all),
+                Err(error) if error.kind() != ErrorKind::WouldBlock => return Err(error.into()),
+                _ => {}
+            }
+            if !period.is_zero() {
+                let pages = memory::count(&logging.harvest()?);
+                all += pages;
+                stream.write_all(format!("dirty {pages}\n").as_bytes())?;
+            }
+        }
     }
 
     fn leave(

@@ -119,7 +119,12 @@ impl Machine {
         Ok(w.into_bytes())
     }
 
-    /// Sends the guest. `is_paused`: it stands still already.
+    /// Logs the guest's writes until the result is dropped.
+    pub(super) fn log(&self) -> Result<Logging<'_>, BootError> {
+        Logging::start(&self.vm, self.memory)
+    }
+
+    /// Sends the guest. `is_paused`: the guest stands still from the start.
     pub(super) fn leave(
         &self,
         line: &mut Line,
@@ -138,7 +143,7 @@ impl Machine {
         }
         stream::begin(line)?;
         stream::send(line, MessageKind::Config, &self.config.to_bytes())?;
-        let logging = Logging::start(&self.vm, self.memory).map_err(StreamError::from)?;
+        let logging = self.log().map_err(StreamError::from)?;
         let mut shown = Progress::default();
         let mut pages = memory::all(self.memory);
         let mut rate = GUESS;

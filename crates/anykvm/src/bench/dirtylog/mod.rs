@@ -6,6 +6,8 @@
 //! for the whole run, and the table names it.
 
 mod guest;
+mod load;
+mod migration;
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -35,7 +37,7 @@ const WARM_UP: u32 = 50;
 const TRIES: u32 = 7;
 
 /// The parts that `--only` may name.
-pub(super) const PARTS: [&str; 7] = [
+pub(super) const PARTS: [&str; 9] = [
     "source",
     "source-once",
     "harvests",
@@ -43,6 +45,8 @@ pub(super) const PARTS: [&str; 7] = [
     "again",
     "sparse",
     "slowdown",
+    "load",
+    "migration",
 ];
 /// The function of a part.
 type Part<'a> = &'a mut dyn FnMut(&mut Verdict) -> Result<String, BootError>;
@@ -74,6 +78,8 @@ pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, Boo
         &mut again,
         &mut sparse,
         &mut slowdown,
+        &mut |_| load::measure(args),
+        &mut |verdict| migration::measure(args, verdict),
     ];
     for (name, part) in PARTS.into_iter().zip(parts) {
         // The part before this one starts it, so it only runs if it is named.

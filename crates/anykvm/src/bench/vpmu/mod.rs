@@ -6,6 +6,7 @@
 //! longest latencies before and after.
 
 mod counted;
+mod events;
 mod interrupts;
 
 use std::io::Write as _;
@@ -78,13 +79,20 @@ fn read(index: u32, opcode: u8) -> Vec<u8> {
 /// Measures all parts. Returns the tables.
 pub(super) fn run(
     args: &BenchArgs,
-    files: &Files,
+    files: &mut Files,
     verdict: &mut Verdict,
 ) -> Result<String, BootError> {
+    files.add_program("events", include_str!("events.c"))?;
     let r = if hypervisor_is_amd()? { AMD } else { INTEL };
-    let first =
-        accesses(&r, verdict)? + &interrupts::measure(&r, verdict)? + &counted::loops(&r, verdict)?;
-    // The rest takes minutes. A reader who closes our output does not want it.
+    let first = [
+        accesses(&r, verdict)?,
+        interrupts::measure(&r, verdict)?,
+        events::host(&r, files)?,
+        events::profile(files, verdict)?,
+        counted::loops(&r, verdict)?,
+    ]
+    .concat();
+    // The rest takes minutes. Nobody who closes our output wants it.
     let _ = std::io::stdout().write_all(first.as_bytes());
     counted::programs(args, files, verdict)
 }
