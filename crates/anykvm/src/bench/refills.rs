@@ -151,6 +151,8 @@ pub(super) fn map(ram: &GuestMemory) -> Result<(), BootError> {
 
 /// Flushes in each part of `refills.c`.
 const LOOPS: f64 = 4000.0;
+/// The best of so many runs counts.
+const TCG_RUNS: usize = 5;
 /// Flushes, accesses, and both, of each row.
 const GUEST: Guest = Guest {
     source: include_str!("refills.c"),
@@ -160,7 +162,12 @@ const GUEST: Guest = Guest {
 
 /// The same rows under QEMU's TCG.
 pub(super) fn under_tcg(qemu: &Path) -> Result<Vec<f64>, BootError> {
-    let times = GUEST.times(qemu)?;
+    let mut times = GUEST.times(qemu)?;
+    for _ in 1..TCG_RUNS {
+        for (best, time) in times.iter_mut().zip(GUEST.times(qemu)?) {
+            *best = time.min(*best);
+        }
+    }
     let rows = times.chunks_exact(3).map(|parts| {
         let ns = |n: usize| parts.get(n).map_or(0.0, |time| time.as_secs_f64() * 1e9);
         (ns(2) - ns(1) - ns(0)) / LOOPS / f64::from(PAGES)
