@@ -1,4 +1,4 @@
-//! Salts and numbers of target keys ([`crate::code::cache`]), for generated code that changes the mode by itself.
+//! Salts and numbers of target keys (`code::cache` of x86-jit), for generated code that changes the mode by itself.
 //!
 //! A key's salt and number never change, so an entry stays right whatever Rust does meanwhile.
 

@@ -22,7 +22,7 @@ pub enum Cause {
 }
 
 impl Cause {
-    /// Names of the causes, in the order of [`crate::Stats::causes`].
+    /// Names of the causes, in the order of `x86_jit::Stats::causes`.
     pub const NAMES: [&str; 7] = [
         "slow", "string", "port", "system", "transfer", "fp", "other",
     ];

@@ -28,7 +28,7 @@ impl Mode {
     pub const GS: Self = Self(0x80);
     /// Every access probes for itself: no group shares a probe (see [`crate::plan::groups`]).
     pub const SPLIT: Self = Self(0x40);
-    /// 64-bit code that is executed at one address only (see [`crate::code::cache::BlockTable::mode_at`]).
+    /// 64-bit code that is executed at one address only (see `BlockTable::mode_at` of x86-jit).
     pub const BOUND: Self = Self(0x100);
 
     /// With [`Self::BITS32`]: each access compares with the segment's limit and adds its base.

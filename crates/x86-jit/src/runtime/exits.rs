@@ -2,7 +2,7 @@
 //! are not known yet, changed code.
 //!
 //! Registers and flags are in `CpuState`. FP state may be in the host's registers still
-//! ([`x86_codegen::frame::words::FP_LIVE`]). Only instructions that use it would notice, and they come by
+//! (`x86_codegen::frame::words::FP_LIVE`). Only instructions that use it would notice, and they come by
 //! [`x86_codegen::codegen::trampolines::Trampolines::bail`], which saves it.
 
 use x86_cpu::{CpuState, Exception, Shadow};

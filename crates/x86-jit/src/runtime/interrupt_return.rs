@@ -46,7 +46,7 @@ fn flat<B: JitBus>(cpu: &CpuState, bus: &mut B, selector: u16, attr: u32) -> Opt
 }
 
 /// Executes IRETQ with the frame at `rsp`. Returns the target, or 0 if the interpreter is to execute it.
-/// [`x86_codegen::frame::words::SPILL`] says whether the host's stack has to be dropped.
+/// `x86_codegen::frame::words::SPILL` says whether the host's stack has to be dropped.
 pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u64) -> u64 {
     let Some(target) = attempt(jit, cpu, bus, rsp) else {
         return 0;

@@ -38,7 +38,7 @@ const CREDIT: i32 = 8000;
 pub(super) const PAUSE: i32 = 40;
 /// What a repeated string instruction counts as, in instructions, if the host executes it a block of memory at a time.
 pub(super) const BLOCK_OPERATION: i32 = 32;
-/// Maximum distance of a [`crate::RunLimit`] in ticks of the TSC. A greater distance means that the TSC has jumped, and
+/// Maximum distance of a `x86_jit::RunLimit` in ticks of the TSC. A greater distance means that the TSC has jumped, and
 /// ends the run.
 const MAX_TICKS: i32 = 1 << 20;
 

@@ -101,7 +101,7 @@ struct Start<'a> {
     frame: &'a EngineFrame,
 }
 
-/// Why translated code stopped, and [`x86_codegen::frame::words::ARGUMENT`].
+/// Why translated code stopped, and `x86_codegen::frame::words::ARGUMENT`.
 type Outcome = (Reason, usize);
 
 impl<B: JitBus> Drop for Lockstep<B> {
