@@ -7,16 +7,16 @@ use x86_defs::paging::PAGE_SIZE;
 
 use crate::{Miss, Mmu, fault::Resolved, l1::Half};
 
-/// The parts of an access in its first and its second page.
+/// The two parts of an access that crosses a page.
 struct Split {
     first: Resolved,
     second: Resolved,
-    /// Bytes in the first page.
+    /// Number of bytes in the first page.
     head: usize,
 }
 
 impl Mmu {
-    /// Index of the tables of `who`'s view.
+    /// Returns the index of the tables of `who`'s view.
     #[inline(always)]
     pub(crate) fn tables_for(&self, who: Privilege) -> usize {
         match who {
@@ -32,7 +32,7 @@ impl Mmu {
         host.load(offset, T::SIZE).map(T::from_u128)
     }
 
-    /// Writes a word, if L1 has its page; false (and nothing written) if not.
+    /// Writes a word, if L1 has its page. Returns false, and has written nothing, if not.
     #[inline(always)]
     pub fn write_hit<T: Word>(&self, gva: u64, value: T, who: Privilege) -> bool {
         let (host, offset) = self.views[self.tables_for(who)].l1.probe(Half::Write, gva);
@@ -169,8 +169,7 @@ impl Mmu {
         Ok(T::from_u128(old))
     }
 
-    /// Both pages of an access that crosses: exceptions come first, in address
-    /// order, then devices.
+    /// Resolves both pages of an access that crosses. Exceptions come first, in the order of addresses, then devices.
     fn resolve_split(
         &mut self,
         cpu: &mut CpuState,

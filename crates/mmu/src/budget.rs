@@ -19,15 +19,15 @@ use crate::{
 /// A context's tables are half a MiB that is touched, so those of more contexts would
 /// come from memory at each switch; a context without gets others' ([`Mmu::new_tables`]).
 pub(crate) const MAX_TABLES: usize = 192;
-/// A view, and that of accesses by the system, need tables at once.
+/// Number of views that need tables at once: the live one, and that of accesses by the system.
 const MIN_TABLES: usize = 2;
-/// Of the guest and of SMM, each before and after the change of a root.
+/// Least number of contexts: the guest's and SMM's, each before and after the change of a root.
 const MIN_CONTEXTS: usize = 4;
 
 const PAGE: usize = 4096;
-/// Pages of one view's tables.
+/// Number of pages of one view's tables.
 const TABLES_PAGES: usize = (size_of::<Tables>() + L1::BYTES + FetchTable::BYTES).div_ceil(PAGE);
-/// Pages of a tracked context.
+/// Number of pages of a tracked context.
 const CONTEXT_PAGES: usize = (size_of::<Context>() + Derived::BYTES).div_ceil(PAGE);
 
 /// See the module's documentation.
@@ -47,7 +47,7 @@ impl Default for Budget {
 }
 
 impl Budget {
-    /// A quarter is for contexts, or what the fewest tables leave.
+    /// Shares out the pages: a quarter is for contexts, or less if that would not leave room for the fewest tables.
     fn of_pages(pages: usize) -> Self {
         let left = pages.saturating_sub(MIN_TABLES * TABLES_PAGES);
         let contexts = (pages / 4).min(left) / CONTEXT_PAGES;
@@ -61,8 +61,8 @@ impl Budget {
 }
 
 impl Mmu {
-    /// Contexts and their tables have so many pages of 4 KiB at most, but for the least that an MMU works with. If it has
-    /// more by now, it begins anew.
+    /// Sets the maximum number of pages of 4 KiB for contexts and their tables, but for the least that an MMU works with. An
+    /// MMU that has more now begins anew.
     pub fn set_budget(&mut self, cpu: &CpuState, pages: usize) {
         self.budget = Budget::of_pages(pages);
         if self.contexts.len() <= self.budget.contexts && self.views.len() <= self.budget.tables {
@@ -77,12 +77,12 @@ impl Mmu {
         self.set_root(cpu);
     }
 
-    /// Contexts have so many tables of the first level at most: fewer than by default, for tests.
+    /// Sets the maximum number of first-level tables, to fewer than by default, for tests.
     pub fn set_max_tables(&mut self, tables: usize) {
         self.budget.tables = tables.clamp(MIN_TABLES, MAX_TABLES);
     }
 
-    /// Contexts and first-level tables that there are, and pages that they may take.
+    /// Returns the numbers of contexts and first-level tables, and of the pages that they may take.
     pub fn kept(&self) -> Kept {
         Kept {
             contexts: self.contexts.len(),
@@ -92,19 +92,19 @@ impl Mmu {
     }
 }
 
-/// What an MMU keeps: [`Mmu::kept`].
+/// What an MMU keeps ([`Mmu::kept`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kept {
-    /// Address spaces.
+    /// Number of contexts.
     pub contexts: usize,
-    /// Tables of views.
+    /// Number of first-level tables.
     pub tables: usize,
-    /// Pages of 4 KiB.
+    /// Number of pages of 4 KiB.
     pub pages: usize,
 }
 
 impl Kept {
-    /// The least that an MMU works with.
+    /// Returns the least budget that an MMU works with.
     pub const LEAST_PAGES: usize = MIN_CONTEXTS * CONTEXT_PAGES + MIN_TABLES * TABLES_PAGES;
 }
 

@@ -14,7 +14,7 @@ use crate::{
 };
 
 impl Mmu {
-    /// Sets how translations are kept; forgets all.
+    /// Sets how translations are kept when CR3 changes, and forgets all translations.
     pub fn set_policy(&mut self, cpu: &CpuState, policy: Policy) {
         self.flush_everything();
         self.forget_contexts();
@@ -22,8 +22,8 @@ impl Mmu {
         self.set_root(cpu);
     }
 
-    /// MOV to CR3, which `cpu` has already: selects the context, and flushes what is not global of
-    /// its PCID if `flushes`.
+    /// Carries out a MOV to CR3, whose value `cpu` has already: selects the context and, if `flushes` is true, flushes the
+    /// PCID's translations that are not global.
     ///
     /// # Errors
     /// As [`Self::load_root`].
@@ -34,7 +34,7 @@ impl Mmu {
         Ok(())
     }
 
-    /// The tracked context of the root in `self.paging`, made now if it deserves one.
+    /// Returns the tracked context of the root in `self.paging`, which is made now if the root deserves one.
     pub(crate) fn tracked_context(&mut self, world: u8, flushes: bool) -> Option<usize> {
         if self.roots.policy == Policy::Tdp || self.paging.mode == Mode::None || self.is_promised()
         {
@@ -55,7 +55,7 @@ impl Mmu {
         }))
     }
 
-    /// Before a translation comes to any table: what it was derived from.
+    /// Notes what a translation was derived from. This comes before the translation enters any table.
     #[inline]
     pub(crate) fn note_walk(&mut self, gva: u64, walk: &Walk) {
         if walk.global {
@@ -65,7 +65,7 @@ impl Mmu {
         }
     }
 
-    /// Carries out what was flushed since the current context was the current one last.
+    /// Carries out the flushes since the current context was current last.
     pub(crate) fn apply_flushes(&mut self) {
         let context = &mut self.contexts[self.current];
         let left = core::mem::replace(&mut context.left, CURRENT);
@@ -99,7 +99,7 @@ impl Mmu {
         }
     }
 
-    /// Everything of the current context goes.
+    /// Drops all translations of the current context.
     pub(crate) fn drop_current(&mut self) {
         let tick = self.next_tick();
         let context = &mut self.contexts[self.current];
@@ -112,7 +112,7 @@ impl Mmu {
         self.next_tick();
     }
 
-    /// What is not global of the current context may be out of date.
+    /// Drops the current context's translations that are not global, as far as they are out of date.
     pub(crate) fn catch_up(&mut self) {
         let tick = self.next_tick();
         let context = &mut self.contexts[self.current];
@@ -151,8 +151,8 @@ impl Mmu {
         self.next_tick();
     }
 
-    /// The current context has no tables any more, and its entries are as they are in memory: what
-    /// they lead to comes to the second level, and for fetching to L2.
+    /// Gives a context that has lost its tables the translations of its remembered entries, which were compared with
+    /// memory: they come to the second level and, for fetches, to L2.
     fn give_back(&mut self) {
         let Some(derived) = self.contexts[self.current].derived.take() else {
             return;
@@ -176,14 +176,14 @@ impl Mmu {
         self.contexts[self.current].derived = Some(derived);
     }
 
-    /// A device may have written guest memory.
+    /// Notes that a device may have written guest memory.
     #[inline]
     pub fn recheck_exposed(&mut self) {
         self.is_written_by_device = true;
         self.look_at_exposed();
     }
 
-    /// A flush would have had code compared that is fetched again: a device may have written it.
+    /// Has code compared again if a device may have written it, as a flush would have done when the code is next fetched.
     fn recheck_code_of_flush(&mut self) {
         if core::mem::take(&mut self.is_written_by_device) {
             self.forget_switches();

@@ -20,14 +20,15 @@ use crate::{
     written::SlotPage,
 };
 
-/// Pages whose code is remembered for comparison.
+/// Number of pages whose code is remembered for comparison.
 const MAX_SUMS: usize = 1 << 16;
-/// Pages that are compared at once; with more of them each is when it is executed next.
+/// Maximum number of pages that are compared at once. More pages are compared one by one, each when it is executed
+/// next.
 const MAX_EXPOSED: usize = 12;
-/// Bit of a page's identity that tells it from "none".
+/// A bit that is set in each page's identity, so that no identity is 0.
 const IDENTITY: u64 = 1 << 63;
 
-/// Direct-mapped: where the generation of a page identity is.
+/// A direct-mapped table from a page's identity to the place of its generation.
 #[derive(Debug)]
 pub(crate) struct GenerationCache(Box<[(u64, usize, usize); 256]>);
 
@@ -38,7 +39,7 @@ impl Default for GenerationCache {
 }
 
 impl GenerationCache {
-    /// The slots have changed.
+    /// Forgets everything, because the slots have changed.
     pub(crate) fn clear(&mut self) {
         self.0.fill((0, 0, 0));
     }
@@ -121,7 +122,7 @@ impl Mmu {
         }
         self.note_level(gva, walk.level, walk.global);
         if !walk.global {
-            // What identifies targets may be another number from now on.
+            // The number that identifies targets may change here.
             self.forget_switches();
         }
         self.views[self.live].fetch.insert(entry);
@@ -133,7 +134,7 @@ impl Mmu {
         })
     }
 
-    /// An entry of the fetch TLB whose page the VMM may have written since it was compared.
+    /// Returns the page of an entry of the fetch TLB. The VMM may have written the page since it was compared.
     fn verify(&mut self, mut e: FetchEntry) -> CodePage {
         self.compare(&mut e);
         e.verified = self.verification();
@@ -145,7 +146,7 @@ impl Mmu {
         }
     }
 
-    /// The page belongs to those of [`Self::recheck_exposed`].
+    /// Returns true if the page is one that [`Self::recheck_exposed`] compares.
     fn expose(&mut self, e: FetchEntry) {
         if e.writable
             && self.exposed.len() <= MAX_EXPOSED
@@ -155,7 +156,7 @@ impl Mmu {
         }
     }
 
-    /// Compares the page with what was fetched from it.
+    /// Compares the page with the code that was fetched from it.
     fn compare(&mut self, e: &mut FetchEntry) {
         self.stats.code_rechecks += 1;
         if e.known != self.remembered {
@@ -230,7 +231,7 @@ impl Mmu {
         let (first, last) = (offset / CODE_CHUNK, (offset + len - 1) / CODE_CHUNK);
         let chunks = 1 << first | 1 << last;
         if self.sums.len() >= MAX_SUMS && !self.sums.contains_key(&e.id) {
-            // What can no longer be compared must not be used any more.
+            // Code that cannot be compared any more must not be used any more.
             for id in self.sums.drain().map(|(id, _)| id).collect::<Vec<_>>() {
                 if let Some((slot, index)) = self.find_id(id)
                     && let Some(slot) = self.table.slots(space_of(id)).get(slot)
@@ -306,7 +307,7 @@ impl Mmu {
         self.views[self.live].epoch
     }
 
-    /// A flush of `gva`, or of everything.
+    /// Carries out a flush of `gva`, or of everything, for global pages of code.
     pub(crate) fn flush_global_fetch(&mut self, gva: Option<u64>) {
         if gva.is_none_or(|gva| self.global_fetch.may_have(gva)) {
             self.forget_switches();
@@ -329,8 +330,8 @@ impl Mmu {
         self.verify_view();
     }
 
-    /// As [`Self::recheck_code`] at an instruction that serialises: a user's says nothing of what
-    /// the kernel executes. (A program that starts asks CPUID for the processor thirty times.)
+    /// Does the same at an instruction that serialises. One that a user executes says nothing about the kernel's code. (A
+    /// program that starts executes CPUID some thirty times.)
     pub fn serialize(&mut self) {
         if self.views[self.live].user {
             self.forget_switches();
@@ -341,7 +342,7 @@ impl Mmu {
         }
     }
 
-    /// That of the live view.
+    /// Returns the number of rechecks that concern the live view.
     #[inline(always)]
     fn verification(&self) -> u64 {
         self.verification[usize::from(self.views[self.live].user)]
@@ -386,7 +387,7 @@ impl Mmu {
         }
     }
 
-    /// The live view's epoch is of the current [`Self::verification`] from now on.
+    /// Notes that the live view's epoch belongs to the current [`Self::verification`].
     #[inline]
     pub(crate) fn verify_view(&mut self) {
         let verification = self.verification();

@@ -20,26 +20,26 @@ use crate::{
     view::Recent,
 };
 
-/// Contexts that are kept. Linux uses six PCIDs, twice that with page-table isolation.
+/// Number of contexts that are kept. Linux uses six PCIDs, twice that with page-table isolation.
 const MAX_CONTEXTS: usize = 16;
-/// Where roots are tracked: a context is a few KiB.
+/// Number of contexts that are kept where roots are tracked. A context takes a few KiB.
 pub(crate) const MAX_TRACKED: usize = 1024;
-/// Contexts that were current last, which are remembered.
+/// Number of contexts that are remembered as having been current last.
 const LAST: usize = 8;
-/// Of so many contexts that need tables one gets those of a context that was not current for long.
+/// One in this many contexts that need tables gets those of a context that has not been current for long.
 const PATIENCE: u32 = 64;
-/// How many are looked at to find one that has not been used for long. (With the very oldest, more contexts in
-/// turn than there is room for would never find their own.)
+/// Number of contexts among which the oldest gives way. (If the very oldest of all did, more contexts taking turns than
+/// there is room for would never find theirs.)
 const SAMPLE: usize = 8;
-/// [`Context::left`] of the current one.
+/// [`Context::left`] of the current context.
 pub(crate) const CURRENT: u64 = u64::MAX;
-/// Views of a context that are kept. A program that changes PKRU has up to four for each value: its own, and the kernel's with and without
+/// Number of views that a context keeps. A program that changes PKRU has up to four for each value: its own, and the kernel's with and without
 /// RFLAGS.AC.
 const MAX_VIEWS: usize = 16;
 
 /// Bit of [`ContextKey::world`]: SMM's address space of slots.
 pub(crate) const SPACE_SHIFT: u32 = 3;
-/// Worlds that there may be: [`ContextKey::world`] is less.
+/// Number of worlds. [`ContextKey::world`] is less.
 pub(crate) const WORLDS: usize = 32;
 
 /// What distinguishes contexts.
@@ -47,12 +47,12 @@ pub(crate) const WORLDS: usize = 32;
 pub(crate) struct ContextKey {
     pub world: u8,
     pub pcid: u16,
-    /// Of a tracked one: [`crate::shadow::roots::Roots::id`]. Then `pcid` is that of the last load.
+    /// A tracked context's identity ([`crate::shadow::roots::Roots::id`]). Its `pcid` is that of the root's last load.
     pub root: Option<u64>,
 }
 
 impl ContextKey {
-    /// What finds the context.
+    /// The key that the context is found by.
     pub(crate) fn id(self) -> u64 {
         let shared = 1 << 63 | u64::from(self.world) << 16 | u64::from(self.pcid);
         self.root.unwrap_or(shared)
@@ -65,21 +65,21 @@ pub(crate) struct Context {
     pub key: ContextKey,
     /// L2 entries of this context up to this tick are flushed.
     pub flushed: u64,
-    /// When a page was flushed last: see [`crate::structures`].
+    /// The tick of the last flush of a page: see [`crate::structures`].
     page_flushed: u64,
-    /// Of its entries in the second level.
+    /// The key of the context's entries in the second level.
     pub reach: tagged::L2Key,
-    /// The keys that its views have.
+    /// The keys of the second level that the context's views have been given.
     published: [tagged::L2Key; 2],
-    /// Regions of large pages that are not global.
+    /// The regions of large pages that are not global.
     pub regions: RegionFilter,
-    /// When it was the current one last: flushes since then are to be carried out.
+    /// The tick at which the context ceased to be current. Flushes since then are still to be carried out.
     pub left: u64,
-    /// The pages among them that were.
+    /// Up to where the context has seen the logs of page flushes.
     pub seen: Seen,
-    /// What is not global may be out of date, whatever was flushed.
+    /// True if translations that are not global may be out of date, whatever was flushed.
     pub is_stale: bool,
-    /// Of a tracked one: see [`crate::shadow`].
+    /// The entries that a tracked context's translations were derived from: see [`crate::shadow`].
     pub derived: Option<Derived>,
     used: u64,
     views: Vec<(View, usize)>,
@@ -92,14 +92,14 @@ pub(crate) struct Context {
 pub(crate) struct Tables {
     pub l1: L1,
     pub fetch: FetchTable,
-    /// Unique for the contents of `fetch`: see [`Mmu::fetch_epoch`].
+    /// A number that only these contents of `fetch` have: see [`Mmu::fetch_epoch`].
     pub epoch: u64,
-    /// `Mmu::verification` that `epoch` belongs to.
+    /// The value of `Mmu::verification` that `epoch` belongs to.
     pub verification: u64,
-    /// The view is a user's.
+    /// True if the view is a user's.
     pub user: bool,
     used: u64,
-    /// Belongs to a context; false for one that can be reused.
+    /// True if the tables belong to a context; false if they can be reused.
     taken: bool,
 }
 
@@ -120,7 +120,7 @@ impl Tables {
         self.fetch.flush_non_global()
     }
 
-    /// `shift`: the page may be part of a large one, of this region.
+    /// `shift` is log2 of the size of a region, if the page may be part of a large page in it.
     fn drop_page(&mut self, gva: u64, shift: Option<u32>) -> bool {
         match shift {
             None => self.l1.flush_page(gva),
@@ -129,7 +129,7 @@ impl Tables {
         self.fetch.flush_page(gva, shift)
     }
 
-    /// A page that is none of a large one's.
+    /// Drops a page that is not part of a large one.
     fn drop_small_page(&mut self, gva: u64) -> bool {
         self.l1.flush_page(gva);
         self.fetch.flush_page(gva, None)
@@ -140,7 +140,7 @@ impl Context {
     pub(crate) fn nr_views(&self) -> usize {
         self.views.len()
     }
-    /// Index of the tables of one of them.
+    /// Returns the index of the tables of one of them.
     pub(crate) fn tables_of_view(&self, n: usize) -> usize {
         self.views[n].1
     }
@@ -152,7 +152,7 @@ impl Mmu {
         self.tick
     }
 
-    /// How the current context's entries in L2 are marked.
+    /// Returns how the current context's entries in L2 are marked.
     #[inline]
     pub(crate) fn owner(&self) -> Owner {
         let c = &self.contexts[self.current];
@@ -165,7 +165,7 @@ impl Mmu {
     }
 
     /// Makes the context of `self.paging` current and carries out the flushes that it has missed.
-    /// `flushes`: one is that of its PCID, by the load of CR3 that asks for the context.
+    /// `flushes` says that the load of CR3 which asks for the context flushes its PCID.
     pub(crate) fn select_context(&mut self, flushes: bool) {
         self.forget_devices();
         self.leave_context();
@@ -190,7 +190,7 @@ impl Mmu {
         context.used = used;
         let is_stale = context.key.pcid != pcid;
         context.is_stale |= is_stale;
-        // (Of a shared one they are the same.)
+        // (A shared context has the same.)
         context.key.pcid = pcid;
         if let Some(derived) = &mut context.derived
             && derived.pdpte != pdpte
@@ -205,7 +205,7 @@ impl Mmu {
         self.publish_new_keys();
     }
 
-    /// The current context has carried out all flushes so far; those to come may be of others.
+    /// Notes that the current context has carried out all flushes so far. It is no more current for those to come.
     pub(crate) fn leave_context(&mut self) {
         let tick = self.next_tick();
         let seen = self.flushes.seen();
@@ -218,7 +218,7 @@ impl Mmu {
         }
     }
 
-    /// A new context takes another's place.
+    /// Makes a context, in the place of another one if there are too many.
     pub(crate) fn is_full(&self) -> bool {
         let limit = match self.roots.policy {
             Policy::Tdp => MAX_CONTEXTS + self.promised_roots(),
@@ -265,7 +265,7 @@ impl Mmu {
         oldest
     }
 
-    /// A context that is not current, has not been for long, and for which `f` is true.
+    /// Returns a context that has not been current for long, among those for which `f` is true.
     fn long_unused(&mut self, f: impl Fn(&Context) -> bool) -> usize {
         let n = self.contexts.len();
         let first = self.hand;
@@ -295,9 +295,9 @@ impl Mmu {
         }
     }
 
-    /// Whose tables a context gets that needs some, if there are no others. Where more contexts take
-    /// turns than have tables, those that were current just now are not so again for longest, and theirs
-    /// are in the processor's caches. (Not the very last ones: a process may have two roots.)
+    /// Returns the context that gives its tables to one that needs some, if no tables are free. Where more contexts take
+    /// turns than have tables, a context that was current just now will be current again last, and its tables are in the
+    /// processor's caches. (Not the very last contexts: a process may have two roots.)
     fn donor(&mut self) -> Option<usize> {
         self.donors += 1;
         let has_tables = |n: &&usize| **n != self.current && !self.contexts[**n].views.is_empty();
@@ -309,7 +309,7 @@ impl Mmu {
         (found != self.current && !self.contexts[found].views.is_empty()).then_some(found)
     }
 
-    /// The context is the one that was current last.
+    /// Notes that the context is now the one that was current last.
     fn note_last(&mut self, context: usize) {
         if self.last.first() == Some(&context) {
             return;
@@ -321,7 +321,7 @@ impl Mmu {
         self.last.insert(0, context);
     }
 
-    /// Tables that belong to nobody; none if those of the current context are all that there may be.
+    /// Returns tables that belong to nobody. `None`: the current context's are all that there may be.
     fn new_tables(&mut self) -> Option<usize> {
         let free = self.views.iter().position(|t| !t.taken);
         if free.is_some() {
@@ -338,8 +338,8 @@ impl Mmu {
         views.first().map(|(_, tables)| *tables)
     }
 
-    /// The tables of the current context's view that was selected least recently: neither one of the two in use, if there
-    /// is another, nor `kept`.
+    /// Returns the tables of the current context's view that was selected least recently: not `kept`, and not one of the
+    /// two in use if there is another.
     fn take_own_tables(&mut self, kept: Option<usize>) -> usize {
         let views = &self.contexts[self.current].views;
         let by_use = |(_, (_, t)): &(usize, &(View, usize))| {
@@ -355,7 +355,7 @@ impl Mmu {
         tables
     }
 
-    /// All contexts go; the caller selects one.
+    /// Drops all contexts. The caller then selects one.
     pub(crate) fn forget_contexts(&mut self) {
         self.views_made += 1;
         self.forget_switches();
@@ -369,13 +369,13 @@ impl Mmu {
         self.current = 0;
     }
 
-    /// log2 of the region around `gva` that may be one page of the context's.
+    /// Returns log2 of the size of the region around `gva` that may be one large page of the context.
     pub(crate) fn region_shift(&self, context: usize, gva: u64) -> Option<u32> {
         let own = self.contexts[context].regions.region_shift(gva);
         own.max(self.global_regions.region_shift(gva))
     }
 
-    /// The current context has an entry of the first level, or fetches, from a leaf of this level.
+    /// Notes that the current context has an entry of the first level, or of the fetch TLB, from a leaf of this level.
     pub(crate) fn note_level(&mut self, gva: u64, level: u8, global: bool) {
         if global {
             self.global_regions.add(gva, level);
@@ -384,7 +384,7 @@ impl Mmu {
         }
     }
 
-    /// A key for the second level that nothing is found by.
+    /// Returns a key for the second level by which nothing is found.
     fn new_reach_key(&mut self) -> tagged::L2Key {
         if let Some(key) = self.reach.new_key() {
             return key;
@@ -397,7 +397,7 @@ impl Mmu {
         self.reach.new_key().unwrap_or_default()
     }
 
-    /// The second level has nothing of the context any more.
+    /// Makes the second level forget the context, by giving it another key.
     pub(crate) fn renew_key(&mut self, context: usize) {
         self.forget_switches();
         let key = self.new_reach_key();
@@ -406,15 +406,14 @@ impl Mmu {
         self.publish_keys(context);
     }
 
-    /// The second level has nothing global of this world any more. Contexts learn of it when they
-    /// become current.
+    /// Makes the second level forget this world's global pages. Contexts get the new key when they become current.
     pub(crate) fn renew_global_key(&mut self, world: usize) {
         self.forget_switches();
         self.global_keys[world] = self.new_reach_key();
         self.publish_new_keys();
     }
 
-    /// The current context's views have its keys.
+    /// Gives the current context's views its keys.
     fn publish_new_keys(&mut self) {
         if let Some(context) = self.contexts.get(self.current)
             && context.published != self.keys_of(self.current)
@@ -423,7 +422,7 @@ impl Mmu {
         }
     }
 
-    /// The second level has nothing global any more.
+    /// Makes the second level forget all global pages.
     pub(crate) fn renew_global_keys(&mut self) {
         for world in 0..WORLDS {
             if self.global_keys[world].token != 0 {
@@ -433,13 +432,13 @@ impl Mmu {
         self.global_regions.clear();
     }
 
-    /// Of the context's own pages, and of global ones.
+    /// Returns the keys of the context's own pages, and of global ones.
     pub(crate) fn keys_of(&self, context: usize) -> [tagged::L2Key; 2] {
         let c = &self.contexts[context];
         [c.reach, self.global_keys[usize::from(c.key.world)]]
     }
 
-    /// The second level's tables, or the round, have become others.
+    /// Tells the views that the second level's tables, or its round, have changed.
     #[inline]
     pub(crate) fn publish_reach(&mut self) {
         if core::mem::take(&mut self.reach.changed) {
@@ -480,7 +479,7 @@ impl Mmu {
         let [own, _] = self.keys_of(self.current);
         self.reach.flush_page(gva, own);
     }
-    /// INVLPG drops what it must of the paging-structure caches, too: all of the context's.
+    /// Flushes a page in the current context, and all of the context's entries in the paging-structure caches.
     pub(crate) fn flush_current_page(&mut self, gva: u64) {
         let tick = self.next_tick();
         self.contexts[self.current].page_flushed = tick;
@@ -489,7 +488,7 @@ impl Mmu {
         self.flush_reach_of(gva, self.current);
     }
 
-    /// Makes the views of the CPU's state the live ones.
+    /// Selects the views of the CPU's state.
     #[inline]
     pub(crate) fn select_tables(&mut self, cpu: &CpuState) {
         let (place, registers) = Recent::key(cpu);
@@ -521,7 +520,7 @@ impl Mmu {
         };
     }
 
-    /// The view's tables in the current context; `kept` are to stay another's.
+    /// Returns the view's tables in the current context. The tables `kept` are not taken for it.
     fn tables_of(&mut self, view: View, kept: Option<usize>) -> usize {
         let used = self.next_tick();
         let context = &self.contexts[self.current];

@@ -23,7 +23,7 @@ use crate::{
     written::SlotPage,
 };
 
-/// One of so many faults of dirty logging is timed and stands for all: reading the time takes a sixth of one.
+/// One in this many faults of dirty logging is timed and stands for all, as reading the time takes a sixth of a fault.
 const TIMED: u64 = 16;
 
 /// A page of RAM on which the access is allowed.
@@ -33,7 +33,7 @@ pub(crate) struct Resolved {
     /// Slot in this vCPU's table, and page in the slot.
     pub slot: usize,
     pub index: usize,
-    /// A write has to be noted afterwards: it has no tag.
+    /// True if a write has to be noted after it was made, because the page has no write tag.
     pub note: bool,
 }
 
@@ -95,7 +95,7 @@ impl Mmu {
         })
     }
 
-    /// The page of RAM that an access leads to, with A and D bits set as the access sets them.
+    /// Returns the page of RAM that an access leads to, with A and D bits set as the access sets them.
     ///
     /// # Errors
     /// [`Miss`].
@@ -126,13 +126,14 @@ impl Mmu {
         })
     }
 
-    /// The page is going to have a write tag: it is findable, dirty, and no code. False if it is code, or else cannot have one.
+    /// Prepares the page for a write tag: makes it findable for other threads, and dirty. Returns false if the page cannot
+    /// have a tag, because it is code or because the host has no memory.
     fn begin_to_write(&mut self, at: SlotPage, gva: u64) -> bool {
         let is_timed = self.is_logging && self.stats.dirty_faults.is_multiple_of(TIMED);
         let start = is_timed.then(host::cpu::rdtsc);
         let held = self.memory.locks_faults().then(|| Arc::clone(&self.memory));
         let _lock = held.as_ref().and_then(|memory| memory.fault_lock());
-        // First: who clears the bit, or marks the page as code, asks those that it finds.
+        // This comes first: who clears the dirty bit, or marks the page as code, asks the vCPUs that it finds here.
         let Some(is_new) = self.written.add(&self.table, &self.mailbox, at, gva) else {
             return false;
         };
@@ -155,7 +156,7 @@ impl Mmu {
         true
     }
 
-    /// A page that the second level has, for an access that needs no more than that.
+    /// Returns the page of the second level for an access that needs no bookkeeping.
     fn find_in_reach(&mut self, gva: u64, write: bool, who: Privilege) -> Option<Resolved> {
         let keys = self.keys_of(self.current);
         // Most of the upper half is global.
@@ -172,7 +173,7 @@ impl Mmu {
             .map(|r| r >> found.class & 1 != 0);
         let may_write = may[1] && found.writable;
         if !may[0] || write && !may_write {
-            // The write is made once it is noted. So much is to be done until then that its cache and TLB misses would not begin before.
+            // The write is made after it was noted. The prefetch lets its cache and TLB misses begin before that.
             host::cpu::prefetch_to_write(found.hva + gva % PAGE_SIZE);
             return None;
         }
@@ -191,7 +192,7 @@ impl Mmu {
         })
     }
 
-    /// The slot's page at a host address.
+    /// Returns the slot's page at a host address.
     fn page_at(&self, hva: u64, write: bool) -> Option<(usize, usize, HostPage)> {
         let slots = self.table.slots(self.space());
         let index_in = |n: usize| {
@@ -204,7 +205,7 @@ impl Mmu {
         (host.hva() == hva).then_some((slot, index, host))
     }
 
-    /// The second level has the page from now on.
+    /// Enters the page in the second level.
     fn enter_in_reach(
         &mut self,
         gva: u64,
@@ -231,7 +232,7 @@ impl Mmu {
             }
             return;
         }
-        // Pages of the piece before this one; the slot may begin with a later one.
+        // The number of the piece's pages before this one. The slot may begin with one of these.
         let before = (gva >> 12) as usize % PIECE_PAGES;
         leaf.hva = leaf.hva.wrapping_sub((before as u64) << 12);
         let Some(slot) = self.table.slots(at.space).get(at.slot) else {

@@ -6,8 +6,8 @@ use x86_defs::{control::efer, paging::P};
 use crate::{Mmu, Mode, Paging, context::SPACE_SHIFT, paging::Controls};
 
 impl Mmu {
-    /// CR0, CR3, CR4 or EFER changed: selects the context; in PAE mode loads the
-    /// PDPTEs. Flushes nothing by itself.
+    /// Selects the context after a change of CR0, CR3, CR4 or EFER, and in PAE mode loads the PDPTEs. Flushes nothing by
+    /// itself.
     ///
     /// # Errors
     /// #GP(0) for PDPTEs with reserved bits or outside RAM; nothing has changed then.
@@ -48,7 +48,7 @@ impl Mmu {
         self.take_root(cpu, false);
     }
 
-    /// Takes over the registers; `flushes`: what is not global of the new PCID is flushed.
+    /// Takes over the registers. `flushes` says that the new PCID's translations that are not global are flushed.
     pub(crate) fn take_root(&mut self, cpu: &CpuState, flushes: bool) {
         let controls = Some(Controls::of(cpu));
         let is_long = matches!(self.paging.mode, Mode::Level4 | Mode::Level5);
@@ -72,13 +72,13 @@ impl Mmu {
         self.select_tables(cpu);
     }
 
-    /// CPL, RFLAGS.AC, CR0.WP, CR4.SMEP/SMAP/PKE/PKS, PKRU or PKRS changed.
+    /// Selects the views after a change of CPL, RFLAGS.AC, CR0.WP, CR4.SMEP/SMAP/PKE/PKS, PKRU or PKRS.
     #[inline]
     pub fn select_view(&mut self, cpu: &CpuState) {
         self.select_tables(cpu);
     }
 
-    /// CR0, CR3, CR4 or EFER changed, or SMM was entered or left.
+    /// Takes over what paging depends on after a change of CR0, CR3, CR4 or EFER, or of SMM.
     fn note_fetch_controls(&mut self, cpu: &CpuState) {
         if self.fetch_space != self.paging.space {
             self.fetch_space = self.paging.space;
@@ -130,7 +130,7 @@ impl Mmu {
         self.next_tick();
     }
 
-    /// All translations of SMM's address space of slots.
+    /// Flushes all translations of SMM's address space of slots.
     fn flush_space(&mut self, tick: u64) {
         self.l2.flush_all(tick);
         self.structures.flush_all(tick);
@@ -138,7 +138,7 @@ impl Mmu {
         for i in 0..self.contexts.len() {
             let world = usize::from(self.contexts[i].key.world);
             if world >> SPACE_SHIFT & 1 != 0 && i != self.current {
-                // Whatever was flushed last came later.
+                // The last flush of this world came later.
                 self.contexts[i].left = 0;
                 self.renew_global_key(world);
             }
@@ -163,7 +163,7 @@ impl Mmu {
         self.drop_current();
     }
 
-    /// The same in the second level.
+    /// Drops the page in the second level.
     pub(crate) fn flush_reach_of(&self, gva: u64, context: usize) {
         let shift = self.region_shift(context, gva);
         for key in self.keys_of(context) {
@@ -174,7 +174,7 @@ impl Mmu {
         }
     }
 
-    /// A page fault makes the processor forget the page (SDM vol. 3, 4.10.4.1).
+    /// Forgets the page of a page fault, as processors do (SDM vol. 3, 4.10.4.1).
     #[inline(never)]
     pub(crate) fn forget_faulting(&mut self, gva: u64) {
         self.flush_reach_of(gva, self.current);
@@ -184,7 +184,7 @@ impl Mmu {
         }
     }
 
-    /// Every page has to be noted again when it is written.
+    /// Makes the next write of each page be noted again.
     pub(crate) fn begin_round(&mut self) {
         self.stats.rounds += 1;
         self.writes_epoch += 1;

@@ -1,4 +1,4 @@
-//! Write permission that is given up: what other threads ask for, and how the requests are carried out.
+//! Requests of other threads: the vCPU gives up write permission of pages, and takes over other slots.
 
 use std::sync::Arc;
 
@@ -11,17 +11,17 @@ use crate::{
     written::{Pages, SlotPage, Tags},
 };
 
-/// With more pages than that it takes less to go through all tags once.
+/// Maximum number of pages whose tags are dropped one by one. With more pages, one search of all tags is faster.
 const MANY: u32 = 1024;
 
 impl Mmu {
-    /// True if another thread has asked for something. Cheap: for every block entry.
+    /// Returns true if another thread has asked for something. It is cheap enough for every entry of a block.
     #[inline(always)]
     pub fn needs_sync(&self) -> bool {
         self.memory.epoch() != self.seen_epoch || self.mailbox.posted() != self.seen_posted
     }
 
-    /// Carries out what other threads have asked for, and acknowledges it.
+    /// Carries out the requests of other threads, and acknowledges them.
     pub fn sync(&mut self, _cpu: &CpuState) {
         let epoch = self.memory.epoch();
         if epoch != self.seen_epoch {
@@ -42,7 +42,7 @@ impl Mmu {
         }
     }
 
-    /// The slots are others, or have other flags.
+    /// Takes over other slots, or other flags of the same slots.
     fn take_table(&mut self) {
         let table = self.memory.table();
         if self.seen_generation == table.generation() {
@@ -51,14 +51,14 @@ impl Mmu {
             }
             return;
         }
-        // While the places of written pages still mean the old table.
+        // This comes first: the places of written pages are still those in the old table.
         self.invalidate_written_code();
         self.seen_generation = table.generation();
         self.table = table;
         self.generations.clear();
         self.flush_everything();
         self.forget_promised();
-        // Also of contexts that are not current: all point into old slots.
+        // Contexts that are not current are flushed, too: all entries point into old slots.
         for i in 0..self.views.len() {
             let epoch = self.next_tick();
             self.views[i].flush();
@@ -69,7 +69,7 @@ impl Mmu {
         self.look_for_logging();
     }
 
-    /// The same slots: where writes begin to be logged, they have to be noticed. All else stays.
+    /// Takes over the flags of the same slots. Write permission goes where a slot begins to log writes; all else stays.
     fn take_flags(&mut self, table: Arc<SlotTable>) {
         let old = core::mem::replace(&mut self.table, table);
         self.look_for_logging();
@@ -93,7 +93,7 @@ impl Mmu {
         self.is_logging = slots.any(|slot| slot.is_logging());
     }
 
-    /// All write permissions go, as harvests had it once.
+    /// Gives up all write permissions: the way of harvests that is measured against the others.
     fn take_write_flush(&mut self) {
         let write_flushes = self.memory.write_flushes();
         if write_flushes != self.seen_write_flushes {
@@ -124,7 +124,7 @@ impl Mmu {
                 }
             }
         }
-        // What was written unnoticed may be what another vCPU has fetched before.
+        // The pages that were written unnoticed may have code that another vCPU has fetched before.
         host::cpu::barrier();
         for at in pages.iter().flat_map(|p| p.places()) {
             self.bump_code(at);
@@ -133,7 +133,7 @@ impl Mmu {
         self.given_up = pages;
     }
 
-    /// By one search of all tags: those of pages that the vCPU may not write any more go.
+    /// Drops the tags of pages that the vCPU may not write any more, by one search of all tags.
     fn drop_all_given_up(&mut self, pages: &[Pages]) {
         let mut slots: Vec<(usize, usize)> = pages.iter().map(|p| (p.space, p.slot)).collect();
         slots.dedup();
@@ -159,8 +159,8 @@ impl Mmu {
         self.table.slots(at.space).get(at.slot)?.page(at.index)
     }
 
-    /// Makes this vCPU's writes to the page take the slow way. True if it may
-    /// have written it unnoticed since the last call.
+    /// Makes this vCPU's writes to the page take the slow way. Returns true if the vCPU may have written the page
+    /// unnoticed since the last call.
     pub(crate) fn drop_write_tags(&mut self, at: SlotPage, host: HostPage) -> bool {
         let tags = self.written.take(at);
         if let Some(tags) = tags {
@@ -199,7 +199,7 @@ impl Mmu {
         }
     }
 
-    /// What has been fetched from the page is out of date, if anything has.
+    /// Notes that code that was fetched from the page is out of date.
     pub(crate) fn bump_code(&self, at: SlotPage) {
         if let Some(slot) = self.table.slots(at.space).get(at.slot)
             && slot.code_chunks(at.index) != 0
@@ -208,7 +208,7 @@ impl Mmu {
         }
     }
 
-    /// This vCPU may have written any page that it could: what was fetched from those is out of date. Tags are not dropped.
+    /// Notes that code is out of date that was fetched from any page which this vCPU could write. Drops no tags.
     fn invalidate_written_code(&mut self) {
         let mut pages = Vec::new();
         self.written.take_all(|_, _| true, &mut pages);

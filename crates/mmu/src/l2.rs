@@ -10,16 +10,16 @@ const WAYS: usize = 4;
 const SMALL_SETS: usize = 2048;
 const LARGE_SETS: usize = 256;
 
-/// Whose translation it is.
+/// Whose translation an entry is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
-    /// Index of the context.
+    /// The context's index.
     pub context: u16,
-    /// Paging mode and address space: global pages are shared inside one only.
+    /// Paging mode and address space of slots: global pages are shared within one world only.
     pub world: u8,
     /// Entries of the context up to this tick are flushed unless global.
     pub flushed: u64,
-    /// Those of [`crate::structures`] up to this tick. Not less than `flushed`.
+    /// Entries of [`crate::structures`] up to this tick are flushed. Not less than `flushed`.
     pub flushed_structures: u64,
 }
 
@@ -44,9 +44,9 @@ const LEVEL_SHIFT: u32 = 5;
 
 #[derive(Debug)]
 struct Array {
-    /// None before the first entry: a VM may have a thousand vCPUs that do nothing.
+    /// The sets. Empty before the first entry is made, because a VM may have a thousand vCPUs that do nothing.
     sets: Box<[[Entry; WAYS]]>,
-    /// How many there are then.
+    /// Number of sets once there are any.
     count: usize,
     shift: u32,
     victim: usize,
@@ -90,7 +90,7 @@ impl L2 {
         }
     }
 
-    /// A translation of `gva`, as the walk that made it found it.
+    /// Returns a translation of `gva` as the walk found it that made the entry.
     #[inline]
     pub(crate) fn find(&self, gva: u64, owner: Owner) -> Option<Walk> {
         [&self.small, &self.large].into_iter().find_map(|array| {
@@ -167,7 +167,7 @@ impl L2 {
                 *e = Entry::default();
             }
         }
-        // Few and cheap to search; only where the filter says so.
+        // Entries of large pages are few, so all are searched where the filter says that one may be there.
         if let Some(shift) = self.regions.region_shift(gva) {
             for e in self.large.sets.iter_mut().flatten() {
                 if e.key != 0 && ((e.key - 1) << 21) >> shift == gva >> shift {

@@ -188,13 +188,13 @@ pub struct Mmu {
     seen_generation: u64,
     seen_write_flushes: u64,
     seen_posted: u64,
-    /// Some slot logs.
+    /// True if some slot logs writes.
     is_logging: bool,
-    /// Room for the pages that are given up.
+    /// A buffer for the pages that are given up.
     given_up: Vec<written::Pages>,
     apic_page: Option<u64>,
     paging: Paging,
-    /// That `paging` is made from.
+    /// The registers that `paging` was made from.
     controls: Option<paging::Controls>,
     /// The slot of the last table walked: where the next one is looked for first.
     near: usize,
@@ -205,33 +205,33 @@ pub struct Mmu {
     views: Vec<context::Tables>,
     live: usize,
     system: usize,
-    /// Changes of what `views` are tables of.
+    /// Number of times that tables of `views` have become another view's.
     views_made: u64,
     contexts: Vec<context::Context>,
-    /// Those that were current last, the very last one first.
+    /// The contexts that were current last, the very last one first.
     last: Vec<usize>,
-    /// How many contexts and views there are at most.
+    /// The maximum numbers of contexts and views.
     budget: budget::Budget,
-    /// [`Stats::reach_code_hits`] of tables that are no more.
+    /// [`Stats::reach_code_hits`] of tables that were given to another view.
     reach_hits_gone: u64,
-    /// Times that a context has got another's tables.
+    /// Number of times that a context has got another's tables.
     donors: u32,
-    /// Changes when write permission of pages is taken: see [`shadow::derived`].
+    /// A number that changes when write permission of pages is taken: see [`shadow::derived`].
     writes_epoch: u64,
     current: usize,
-    /// Where a context that is unused is looked for next.
+    /// The index at which the search for an unused context goes on.
     hand: usize,
     /// Source of LRU stamps, flush ticks and fetch epochs: never repeats.
     tick: u64,
     source: Source,
     l2: l2::L2,
     structures: structures::Structures,
-    /// Of the last walk.
+    /// The entries that the last walk went through.
     trail: walk::Trail,
     reach: reach::Reach,
-    /// Keys of global pages, by world.
+    /// The keys of global pages, by world.
     global_keys: [guest_memory::tagged::L2Key; context::WORLDS],
-    /// Regions of large global pages.
+    /// The regions of large global pages.
     global_regions: l1::RegionFilter,
     flushes: shadow::flushes::Flushes,
     roots: shadow::roots::Roots,
@@ -239,33 +239,33 @@ pub struct Mmu {
     promised: Option<Box<shadow::promised::Promised>>,
     /// See [`Front::switches_epoch`].
     switches_epoch: u64,
-    /// Views, by the numbers that tables have of them.
+    /// The views, by the numbers that tables have for them.
     view_numbers: view::Numbers,
-    /// Room for the pages that have changed.
+    /// A buffer for the pages whose translation has changed.
     changed: Vec<u64>,
-    /// A device may have written guest memory since code was compared for it.
+    /// True if a device may have written guest memory since code was last compared for that reason.
     is_written_by_device: bool,
 
     written: written::Written,
     generations: code::GenerationCache,
     global_fetch: fetch::GlobalFetch,
-    /// That of the address space of slots that is not the current one: SMM's, or in SMM the other.
+    /// The same for the address space of slots that is not current: SMM's, or in SMM the other one.
     other_fetch: fetch::GlobalFetch,
     fetch_space: u8,
     global_pages: fetch::GlobalPages,
     code_changes: Arc<AtomicU64>,
     sums: HashMap<u64, fetch::Sum, hash::ByIdentity>,
-    /// Calls of [`Self::recheck_code`], for supervisors and for users.
+    /// Numbers of calls of [`Self::recheck_code`], for supervisors and for users.
     verification: [u64; 2],
-    /// Pages executed since then that are mapped writable; one more than `MAX_EXPOSED`: too many.
+    /// Pages mapped writable that were executed since then. With one more than `MAX_EXPOSED` of them, there are too many.
     exposed: Vec<exposed::Exposed<fetch::FetchEntry>>,
-    /// Changes of `sums`.
+    /// Number of changes of `sums`.
     remembered: u64,
     stats: Stats,
 }
 
 impl Mmu {
-    /// An MMU for the given memory, in the state after reset (no paging).
+    /// Makes an MMU for the given memory, in the state after reset (no paging).
     pub fn new(memory: Arc<GuestMemory>) -> Self {
         let mut mmu = Self {
             table: memory.table(),
@@ -329,22 +329,22 @@ impl Mmu {
         mmu
     }
 
-    /// The memory behind.
+    /// Returns the memory behind the MMU.
     pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 
-    /// The slots as this vCPU sees them until its next [`Self::sync`].
+    /// Returns the slots as this vCPU sees them until its next [`Self::sync`].
     pub fn table(&self) -> &SlotTable {
         &self.table
     }
 
-    /// Which requests this vCPU has carried out; read by other threads.
+    /// Returns the mailbox by which other threads ask this vCPU for something and learn that it was done.
     pub fn mailbox(&self) -> Arc<Mailbox> {
         Arc::clone(&self.mailbox)
     }
 
-    /// Counters.
+    /// Returns the counters.
     pub fn stats(&self) -> Stats {
         Stats {
             reach_code_hits: self.reach_hits_gone
@@ -354,7 +354,7 @@ impl Mmu {
         }
     }
 
-    /// The page at which every access is a device access, RAM or not: the local APIC's.
+    /// Sets the page at which every access is a device access, RAM or not: the local APIC's.
     pub fn set_apic_page(&mut self, gpa: Option<u64>) {
         let gpa = gpa.map(|gpa| gpa & !0xfff);
         if self.apic_page != gpa {

@@ -13,11 +13,11 @@
 
 use crate::{Mmu, reach::Leaf, source::Source, walk::entry_size, written::SlotPage};
 
-/// Bytes of a line.
+/// Size of a line of the page table in bytes.
 const LINE: u64 = 64;
 
 impl Mmu {
-    /// The last walk was for `gva`, and has led to `found`.
+    /// Enters the neighbours of `gva` in the second level. The last walk was for `gva`, and has led to `found`.
     pub(crate) fn take_neighbours(&mut self, gva: u64, found: SlotPage) {
         let Some((table, offset)) = self.trail.small_leaf() else {
             return;

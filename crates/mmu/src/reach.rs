@@ -1,4 +1,4 @@
-//! [`Reach`]: the second level, which generated code probes when the first has not the page.
+//! [`Reach`]: the second level of the TLB. Generated code probes it when the first level does not have the page.
 //!
 //! It has two direct-mapped tables, both of entries of 16 bytes:
 //!
@@ -31,24 +31,24 @@ use host::LazyArray;
 
 use crate::l1::ENTRIES;
 
-/// Bits of a tag that are the token.
+/// The bits of a tag that are the token.
 pub const TOKEN_BITS: u32 = 26;
-/// Entries of the large table.
+/// Number of entries of the large table.
 pub const LARGE_ENTRIES: usize = 1 << LARGE_BITS;
 const LARGE_BITS: u32 = 10;
 /// log2 of a large entry's size in guest memory.
 pub const PIECE_SHIFT: u32 = 21;
-/// Pages of a large entry.
+/// Number of pages of a large entry.
 pub(crate) const PIECE_PAGES: usize = 1 << (PIECE_SHIFT - 12);
 /// log2 of the bytes of a large entry: tag, data, and in lines of their own the bits for reads and for writes.
 pub const LARGE_SHIFT: u32 = 8;
-/// Where these bits are in it.
+/// Offsets of these bits in the entry.
 pub const LARGE_MAPS: [usize; 2] = [64, 128];
 const MAP_WORDS: usize = PIECE_PAGES / 64;
 const _: () = assert!(LARGE_MAPS[1] + 8 * MAP_WORDS <= 1 << LARGE_SHIFT);
 /// Bit of an entry's data: the translation is global.
 pub const GLOBAL: u64 = 1 << 6;
-/// Where the round is in an entry's data.
+/// Lowest bit of the round in an entry's data.
 pub const ROUND_SHIFT: u32 = 48;
 
 /// The bits of an entry's data that are the page.
@@ -66,11 +66,11 @@ pub(crate) struct Found {
     pub hva: u64,
     pub class: u64,
     pub global: bool,
-    /// It may be written with nothing to be noted.
+    /// True if the page may be written without any bookkeeping.
     pub writable: bool,
 }
 
-/// What is entered.
+/// A translation that is entered.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Leaf {
     pub gva: u64,
@@ -98,12 +98,12 @@ pub(crate) struct Reach {
     hosts: Box<[u64]>,
     /// The current round of writes; never 0.
     round: u64,
-    /// What views have of it has changed.
+    /// True if words have changed that views have copies of.
     pub changed: bool,
-    /// Entries of the small table, now and at most.
+    /// Number of entries of the small table: now, and at most.
     entries: usize,
     max_entries: usize,
-    /// Live entries that were displaced since it grew.
+    /// Number of live entries that were displaced since the small table grew.
     displaced: usize,
     last_token: u64,
 }
@@ -113,12 +113,12 @@ const GROUPS: usize = ENTRIES / PIECE_PAGES;
 const GROUP_LEN: usize = LARGE_ENTRIES / GROUPS;
 const _: () = assert!(GROUPS.is_power_of_two() && GROUPS * GROUP_LEN == LARGE_ENTRIES);
 
-/// Entries of the small table at first.
+/// Number of entries of the small table at first.
 const FIRST_ENTRIES: usize = ENTRIES;
-/// By default the small table reaches so much memory at most, in pages of 4 KiB.
+/// Maximum number of bytes that the small table reaches by default, in pages of 4 KiB.
 pub(crate) const DEFAULT_PAGES: usize = 1 << 20;
 
-/// Without memory for so little nothing works: as when a `Box` cannot be had.
+/// Smallest size of the small table. Without memory even for this the process ends, as when a `Box` cannot be had.
 fn or_abort(array: std::io::Result<LazyArray<AtomicU64>>) -> LazyArray<AtomicU64> {
     let layout = core::alloc::Layout::new::<[u64; ENTRIES]>();
     array.unwrap_or_else(|_| std::alloc::handle_alloc_error(layout))
@@ -135,7 +135,7 @@ fn store(words: &[AtomicU64], i: usize, value: u64) {
 }
 
 impl Reach {
-    /// `pages` of 4 KiB at most; without memory for that, fewer.
+    /// Makes a second level that reaches `pages` of 4 KiB at most, or fewer if there is no memory for that.
     pub(crate) fn new(pages: usize) -> Self {
         let mut max_entries = pages.next_power_of_two().clamp(FIRST_ENTRIES, 1 << 24);
         let small = loop {
@@ -167,7 +167,7 @@ impl Reach {
         self.changed = true;
     }
 
-    /// What generated code finds it by.
+    /// Returns the words by which generated code finds the tables.
     pub(crate) fn publish(&self, to: &mut tagged::Reach) {
         to.small = self.small.as_ptr() as u64;
         to.small_mask = 16 * (self.entries as u64 - 1);
@@ -176,12 +176,13 @@ impl Reach {
         to.page_mask = PAGE;
     }
 
-    /// Pages that the small table has entries for.
+    /// Returns the number of pages that the small table has entries for.
     pub(crate) fn entries(&self) -> usize {
         self.entries
     }
 
-    /// A key that no entry has. `None` once all have been given out: [`Self::clear`] then, and other keys for all.
+    /// Returns a key that no entry has. `None` once all have been given out: the caller then calls [`Self::clear`] and gives
+    /// everybody another key.
     pub(crate) fn new_key(&mut self) -> Option<L2Key> {
         self.last_token += 1;
         let token = self.last_token;
@@ -197,7 +198,7 @@ impl Reach {
         })
     }
 
-    /// Forgets everything, and which tokens there were.
+    /// Forgets all entries, and all tokens that were given out.
     pub(crate) fn clear(&mut self) {
         for words in [&self.small[..], &self.large[..]] {
             words.iter().for_each(|w| w.store(0, Relaxed));
@@ -209,20 +210,20 @@ impl Reach {
         2 * (((gva >> 12) ^ key.small) as usize & (self.entries - 1))
     }
 
-    /// The first word of the piece's entry.
+    /// Returns the first word of the piece's entry.
     fn large_place(gva: u64, key: L2Key) -> usize {
         let n = ((gva >> PIECE_SHIFT) ^ key.large) as usize & (LARGE_ENTRIES - 1);
         n << LARGE_SHIFT >> 3
     }
 
-    /// The words that have a page's bits for reads and for writes, and the bit.
+    /// Returns the words that have a page's bits for reads and for writes, and the bit.
     fn map_places(place: usize, gva: u64) -> ([usize; 2], u64) {
         let page = (gva >> 12) as usize % PIECE_PAGES;
         let word = |map: usize| place + map / 8 + page / 64;
         (LARGE_MAPS.map(word), 1 << (page % 64))
     }
 
-    /// As generated code does it.
+    /// Finds a page, as generated code does.
     pub(crate) fn find(&self, gva: u64, key: L2Key) -> Option<Found> {
         let tag = gva & TAGGED | key.token;
         let found = |data: u64, hva, writable| Found {
@@ -248,14 +249,14 @@ impl Reach {
         Some(found(data, data & PAGE, true))
     }
 
-    /// Enters a page. `others`: keys whose entries are worth keeping.
+    /// Enters a page. Entries with one of the keys `others` are worth keeping.
     pub(crate) fn insert(&mut self, leaf: &Leaf, key: L2Key, others: [L2Key; 2]) {
         let tag = leaf.gva & TAGGED | key.token;
         let mut data = leaf.data(self.round);
         let mut place = self.small_place(leaf.gva, key);
         let old = load(&self.small, place);
         if old == tag {
-            // What may be written stays so.
+            // A page that may be written unnoticed stays so.
             let same = |d: u64| d & (PAGE | CLASS);
             let known = load(&self.small, place + 1);
             if !leaf.writable && same(known) == same(data) {
@@ -272,8 +273,8 @@ impl Reach {
         store(&self.small, place + 1, data);
     }
 
-    /// True if a page can be entered that was not asked for: it is not here, and takes no place of an entry that is worth
-    /// keeping.
+    /// Returns true if a page can be entered that was not asked for: it is not here yet, and would not take the place of an
+    /// entry with one of these keys.
     pub(crate) fn has_room(&self, gva: u64, key: L2Key, others: [L2Key; 2]) -> bool {
         let old = load(&self.small, self.small_place(gva, key));
         others.iter().all(|k| old & !TAGGED != k.token)
@@ -325,7 +326,7 @@ impl Reach {
         }
     }
 
-    /// Forgets the page, or what it is part of.
+    /// Forgets the page, or the large page that it is part of.
     pub(crate) fn flush_page(&self, gva: u64, key: L2Key) {
         let tag = gva & TAGGED | key.token;
         let (small, large) = (self.small_place(gva, key), Self::large_place(gva, key));
@@ -349,7 +350,7 @@ impl Reach {
         }
     }
 
-    /// The page at `hva` has to be noted again when it is written. `index` is where the first level has tags of it.
+    /// Makes the next write of the page at `hva` be noted. `index` is the index at which the first level has the page's tags.
     pub(crate) fn forbid_writes(&self, index: usize, hva: u64) {
         const ROUND: u64 = u64::MAX << ROUND_SHIFT;
         for n in (index..self.entries).step_by(ENTRIES) {
@@ -374,7 +375,7 @@ impl Reach {
         }
     }
 
-    /// All pages have to be noted again.
+    /// Makes the next write of each page be noted again.
     pub(crate) fn begin_round(&mut self) {
         self.round += 1;
         if self.round >> (64 - ROUND_SHIFT) != 0 {

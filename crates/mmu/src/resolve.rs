@@ -1,4 +1,4 @@
-//! What translated code and devices ask about addresses: tables of the live view, pages for accesses, the last devices.
+//! Answers for translated code and for devices: refills, translations without an access, and the last device pages.
 
 use guest_memory::Slot;
 use x86_cpu::{Access, CpuState, Exception, Privilege};
@@ -12,16 +12,16 @@ use crate::{Miss, Mmu, Translation, fault::Resolved, l1::L1, walk};
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct DevicePage {
-    /// The gva.
+    /// The page's gva.
     page: u64,
-    /// Address of the view's [`L1`] that it would be in; 0: none.
+    /// Address of the [`L1`] of the view that the page was accessed in; 0 if the entry has no page.
     tables: u64,
     gpa: u64,
     _pad: u64,
 }
 
 impl DevicePage {
-    /// log2 of the size.
+    /// log2 of the size in bytes.
     pub const SHIFT: u32 = 5;
     pub(crate) const NONE: Self = Self::new(0, 0, 0);
 
@@ -40,12 +40,12 @@ const _: () = assert!(core::mem::offset_of!(DevicePage, page) == 0);
 const _: () = assert!(core::mem::offset_of!(DevicePage, tables) == 8);
 
 impl Mmu {
-    /// The slot of a resolved page.
+    /// Returns the slot of a resolved page.
     pub(crate) fn slot(&self, slot: usize) -> Option<&Slot> {
         self.table.slots(self.space()).get(slot).map(|s| &**s)
     }
 
-    /// The page after `gva`'s. Linear addresses are 32 bits wide outside 64-bit
+    /// Returns the page after `gva`'s. Linear addresses are 32 bits wide outside 64-bit
     /// mode, but descriptor tables and the TSS are 64-bit in compatibility mode.
     pub fn next_page(&self, cpu: &CpuState, gva: u64, who: Privilege) -> u64 {
         let next = (gva & !(PAGE_SIZE - 1)).wrapping_add(PAGE_SIZE);
@@ -56,8 +56,8 @@ impl Mmu {
         }
     }
 
-    /// Where an access goes, if that is the device's page that was read or written last. It is
-    /// allowed then, unless it crosses the page.
+    /// Returns the gpa of an access if it leads to the device page that was read, or written, last. Then the access is
+    /// allowed unless it crosses the page.
     #[inline(always)]
     pub fn known_device(&self, gva: u64, write: bool, who: Privilege) -> Option<u64> {
         let known = &self.devices[usize::from(write)];
@@ -70,14 +70,14 @@ impl Mmu {
         self.views[self.tables_for(who)].l1.base()
     }
 
-    /// An access to the page has found a device.
+    /// Notes that an access to the page has led to a device.
     pub(crate) fn note_device(&mut self, gva: u64, gpa: u64, write: bool, who: Privilege) {
         self.stats.device_misses += 1;
         let tables = self.l1_address(who);
         self.devices[usize::from(write)] = DevicePage::new(gva & !0xfff, tables, gpa & !0xfff);
     }
 
-    /// Translations may have become others.
+    /// Forgets the last device pages, because translations may have changed.
     pub(crate) fn forget_devices(&mut self) {
         self.devices = [DevicePage::NONE; 2];
     }
@@ -117,7 +117,7 @@ impl Mmu {
         }
     }
 
-    /// After a write to a resolved page.
+    /// Notes a write to a resolved page, if it has to be noted.
     pub(crate) fn written(&self, page: &Resolved, offset: u64, len: u64) {
         if page.note
             && let Some(slot) = self.slot(page.slot)
@@ -126,8 +126,8 @@ impl Mmu {
         }
     }
 
-    /// Where `gva` leads, for an access that the caller carries out itself. For
-    /// a write the page counts as written only by [`Self::write_gpa`].
+    /// Translates `gva` for an access that the caller carries out itself. [`Self::write_gpa`] is what makes a page count as
+    /// written.
     ///
     /// # Errors
     /// The exception that the access raises, or [`Miss::Host`]. Never [`Miss::Device`].
@@ -148,7 +148,7 @@ impl Mmu {
         }
     }
 
-    /// KVM_TRANSLATE: no permission check, no side effect.
+    /// Translates `gva` without permission check and side effect, for KVM_TRANSLATE.
     pub fn translate_debug(&self, cpu: &CpuState, gva: u64) -> Option<u64> {
         let paging = crate::Paging::of(cpu);
         if !paging.is_canonical(gva) {

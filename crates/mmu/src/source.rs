@@ -10,17 +10,17 @@ use crate::{
     walk::{Walk, WalkFault, Walker},
 };
 
-/// What a translation is looked for in, after the first and the second level.
+/// Where a translation comes from, if neither the first nor the second level has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Source {
     /// L2, the paging-structure caches, and a walk from where these lead.
     #[default]
     Kept,
-    /// The guest's tables alone, from the root: what the others are compared with.
+    /// The guest's tables alone, from the root. Tests compare the other source with this one.
     Tables,
 }
 
-/// A translation, and whether it was walked for just now: then the walk's trail is in `Mmu::trail`.
+/// A translation. If it was walked for just now, the walk's trail is in `Mmu::trail`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Translated {
     pub walk: Walk,
@@ -37,14 +37,13 @@ impl Translated {
 }
 
 impl Mmu {
-    /// Sets where translations come from; forgets all.
+    /// Sets where translations come from, and forgets all translations.
     pub fn set_source(&mut self, source: Source) {
         self.flush_everything();
         self.source = source;
     }
 
-    /// The translation of `gva` for an access, with A and D bits set as the
-    /// access sets them.
+    /// Returns the translation of `gva` for an access, with A and D bits set as the access sets them.
     pub(crate) fn translation(
         &mut self,
         cpu: &mut CpuState,
@@ -93,7 +92,8 @@ impl Mmu {
         }
     }
 
-    /// Walks from the lowest table that is known or, if that does not lead to a page that may be accessed so, from the root.
+    /// Walks from the lowest table that is known. If that does not lead to a page that may be accessed so, walks from the
+    /// root.
     fn walk(
         &mut self,
         gva: u64,

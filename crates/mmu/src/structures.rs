@@ -17,15 +17,15 @@
 
 use crate::{Mode, l2::Owner, walk::Table};
 
-/// Page tables: 1 GiB of them that lie side by side.
+/// Number of page tables that are kept: those of 1 GiB side by side.
 const TABLES: usize = 512;
+/// Number of page directories that are kept.
 const DIRECTORIES: usize = 64;
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     /// gva >> shift.
     key: u64,
-    /// 0: empty.
     tick: u64,
     context: u16,
     world: u8,
@@ -37,16 +37,16 @@ struct Entry {
 pub(crate) struct Structures {
     /// By level, from 1 on. Empty before the first entry: a VM may have a thousand vCPUs that do nothing.
     levels: [Box<[Option<Entry>]>; 2],
-    /// Everything up to this tick is flushed.
+    /// Entries up to this tick are flushed.
     flushed: u64,
 }
 
-/// log2 of what an entry of the level above maps; `None`: tables of this level are not kept.
+/// Returns log2 of the bytes that a table of this level maps. `None`: tables of this level are not kept.
 fn shift(mode: Mode, level: usize) -> Option<u32> {
     match (mode, level) {
         (Mode::Bits32, 1) => Some(22),
         (Mode::Pae | Mode::Level4 | Mode::Level5, 1) => Some(21),
-        // In the other modes that is where walks begin anyway.
+        // In the other modes walks begin there anyway.
         (Mode::Level4 | Mode::Level5, 2) => Some(30),
         _ => None,
     }
@@ -66,7 +66,7 @@ impl Structures {
         }
     }
 
-    /// The lowest table on the way to `gva`, and its level.
+    /// Returns the lowest known table on the way to `gva`, and its level.
     #[inline]
     pub(crate) fn find(&self, mode: Mode, gva: u64, owner: Owner) -> Option<(usize, Table)> {
         let since = self.flushed.max(owner.flushed_structures);

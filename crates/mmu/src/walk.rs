@@ -14,11 +14,11 @@ use crate::{Mode, Paging, View, view::Rights};
 pub struct Walk {
     /// Guest-physical address of the byte.
     pub gpa: u64,
-    /// What all levels together allow.
+    /// The rights that all levels together give.
     pub rights: Rights,
-    /// The leaf is global.
+    /// True if the leaf is global.
     pub global: bool,
-    /// The leaf's D bit is set: writes need no further walk.
+    /// True if the leaf's D bit is set, so that writes need no further walk.
     pub dirty: bool,
     /// Level of the leaf: 1 for 4 KiB, 2 for 2 or 4 MiB, 3 for 1 GiB.
     pub level: u8,
@@ -36,11 +36,11 @@ pub enum WalkFault {
 /// A table of the guest's, and how the walk came to it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Table {
-    /// Where it is in the address space of slots that the walk is made in.
+    /// The table's place in the address space of slots that the walk is made in.
     pub slot: usize,
     pub index: usize,
     pub page: HostPage,
-    /// What the entries above it allow together.
+    /// The rights that the entries above the table give together.
     pub rights: Rights,
 }
 
@@ -49,32 +49,32 @@ pub(crate) struct Table {
 struct Visited {
     table: Table,
     offset: u64,
-    /// As the walk saw it, with the flags that it has set.
+    /// The entry as the walk saw it, with the flags that the walk has set.
     value: u64,
 }
 
 /// The entries that a walk went through.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Trail {
-    /// By level.
+    /// The entries by level.
     visited: [Option<Visited>; 6],
     size: u8,
 }
 
-/// One of them.
+/// One of these entries.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     pub level: u8,
     pub page: HostPage,
     pub offset: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u8,
-    /// As the walk saw it, with the flags that it has set.
+    /// The entry as the walk saw it, with the flags that the walk has set.
     pub value: u64,
 }
 
 impl Trail {
-    /// From the leaf upwards.
+    /// Returns the entries from the leaf upwards.
     pub(crate) fn steps(&self) -> impl Iterator<Item = Step> + use<'_> {
         self.visited.iter().zip(0..).filter_map(|(visited, level)| {
             visited.as_ref().map(|v| Step {
@@ -87,13 +87,13 @@ impl Trail {
         })
     }
 
-    /// The table of the lowest level, if the walk went through it, and the offset of the entry in it.
+    /// Returns the table of the lowest level, if the walk went through one, and the offset of the entry in the table.
     pub(crate) fn small_leaf(&self) -> Option<(Table, u64)> {
         self.visited[1].map(|v| (v.table, v.offset))
     }
 
-    /// The table of this level that the walk went through, if all entries above it, as far as the walk has seen them,
-    /// have their accessed flags.
+    /// Returns the table of this level that the walk went through. `None` if there is none, or if an entry above it that the
+    /// walk has seen lacks its accessed flag.
     pub(crate) fn table(&self, level: usize) -> Option<Table> {
         let table = self.visited.get(level)?.as_ref()?.table;
         let mut above = self.visited.iter().skip(level + 1).flatten();
@@ -101,12 +101,12 @@ impl Trail {
     }
 }
 
-/// What a walk reads besides the tables.
+/// A walker of the guest's tables.
 #[derive(Debug)]
 pub(crate) struct Walker<'a> {
     pub slots: &'a SlotTable,
     pub paging: &'a Paging,
-    /// The slot that is looked at first, and the one used last afterwards.
+    /// The slot in which a table is looked for first. Afterwards it is the slot of the last table.
     pub near: &'a mut usize,
 }
 
@@ -114,7 +114,8 @@ impl Walker<'_> {
     /// Walks for an access and, if it is allowed, sets the A and D bits that the
     /// manual asks for. `gva` is canonical.
     ///
-    /// `from`: the walk begins at this table, of this level. `trail` becomes what the walk has gone through from there.
+    /// With `from`, the walk begins at this table of this level. `trail` becomes the entries that the walk has gone through
+    /// from there.
     ///
     /// A table outside the memslots counts as not present, and in a read-only slot
     /// A and D stay as they are: both as in KVM.
@@ -140,11 +141,12 @@ impl Walker<'_> {
             if self.set_accessed_and_dirty(&mut walk, access, trail)? {
                 return Ok(walk);
             }
-            // Somebody changed an entry under us: the walk starts again.
+            // Another processor has changed an entry meanwhile: the walk starts again.
         }
     }
 
-    /// The same from a table of the lowest level, if no flag is to be set and nothing denies the access.
+    /// Walks from a table of the lowest level. `None` if there is no page, if a flag has to be set, or if the access is
+    /// denied.
     #[inline]
     pub(crate) fn walk_last(
         &self,
@@ -246,7 +248,7 @@ impl Walker<'_> {
         }
     }
 
-    /// The table that a walk from the root begins at.
+    /// Returns the table at which a walk from the root begins.
     fn top_table(&mut self, gva: u64) -> Result<Table, WalkFault> {
         let mut gpa = self.paging.root;
         if self.paging.mode == Mode::Pae {
@@ -275,7 +277,7 @@ impl Walker<'_> {
         })
     }
 
-    /// False if an entry is no longer what the walk saw.
+    /// Sets the A and D bits that the access asks for. Returns false if an entry is no longer what the walk saw.
     fn set_accessed_and_dirty(
         &self,
         walk: &mut Walk,
@@ -284,7 +286,7 @@ impl Walker<'_> {
     ) -> Result<bool, WalkFault> {
         let leaf = walk.level as usize;
         let size = usize::from(trail.size);
-        // From the root down, as hardware comes by.
+        // Hardware sets them from the root down.
         for level in (leaf..=self.paging.top_level()).rev() {
             let Some(entry) = &mut trail.visited[level] else {
                 continue;
@@ -322,8 +324,9 @@ impl Walker<'_> {
 const NOT_PRESENT: WalkFault = WalkFault::Page(0);
 
 impl Paging {
-    /// The page that an entry of the lowest level maps, if a processor may keep its translation without setting a flag:
-    /// it is present and accessed, and has no reserved bit set. `above`: what the entries above it allow.
+    /// Returns the page that an entry of the lowest level maps, if a processor may keep the translation without setting a
+    /// flag: the entry is present and accessed, and has no reserved bit set. `above` are the rights that the entries above
+    /// it give.
     #[inline]
     pub(crate) fn accessed_page(&self, value: u64, above: Rights) -> Option<Walk> {
         let is_usable = value & (P | A) == P | A && value & self.reserved_leaf[1] == 0;
@@ -336,14 +339,14 @@ impl Paging {
         })
     }
 
-    /// What an entry allows together with those above it.
+    /// Returns the rights that an entry gives together with those above it.
     #[inline]
     fn rights(&self, value: u64, above: Rights, is_leaf: bool) -> Rights {
         let has_keys = is_leaf && matches!(self.mode, Mode::Level4 | Mode::Level5);
         Rights {
             write: above.write && value & RW != 0,
             user: above.user && value & US != 0,
-            // Without NXE, and in 32-bit paging, there is none.
+            // Without NXE, and in 32-bit paging, entries have no such bit.
             no_execute: above.no_execute || self.nxe && value & NX != 0,
             pkey: if has_keys {
                 (value >> PKEY_SHIFT & 15) as u8
@@ -354,12 +357,12 @@ impl Paging {
     }
 }
 
-/// Bytes of an entry.
+/// Returns the size of an entry in bytes.
 pub(crate) fn entry_size(paging: &Paging) -> u8 {
     if paging.mode == Mode::Bits32 { 4 } else { 8 }
 }
 
-/// Walks without permission check or side effect: KVM_TRANSLATE, debuggers.
+/// Walks without permission check and side effect, for KVM_TRANSLATE and debuggers.
 ///
 /// # Errors
 /// [`WalkFault`] if there is no translation.

@@ -4,7 +4,7 @@
 //! tag goes, be it by eviction or flush: if the page turns out to be code, the vCPU has to
 //! assume that it wrote it after another vCPU fetched it.
 //!
-//! Where the tags are is kept here. Most pages have been written by one or two addresses
+//! This module keeps where the tags are. Most pages have been written by one or two addresses
 //! (a kernel clears them by its own), and to search all tables for each page that a program is read
 //! or compiled into takes longer than translating its code.
 
@@ -14,7 +14,7 @@ use guest_memory::{Mailbox, SlotTable, Writer, table::ADDRESS_SPACES};
 
 use crate::l1::ENTRIES;
 
-/// Where a page is in the slot table.
+/// A page's place in the slot table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SlotPage {
     pub space: usize,
@@ -22,37 +22,37 @@ pub(crate) struct SlotPage {
     pub index: usize,
 }
 
-/// Where write tags of a page are in each view's table.
+/// The indices at which each view's table may have write tags of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tags {
-    /// At these indices only, if anywhere.
+    /// At no other indices than these.
     At([usize; 2]),
     Anywhere,
 }
 
-/// [`Slot::tags`] of a page that was written by more addresses than that.
+/// [`Slot::tags`] of a page that was written by more than two addresses.
 const SEVERAL: u16 = u16::MAX;
 
 const _: () = assert!(ENTRIES < SEVERAL as usize);
 
-/// The pages of a slot.
+/// What is kept of a slot's pages.
 #[derive(Debug)]
 struct Slot {
-    /// None before the first page.
+    /// `None` before the first page is written.
     writer: Option<Arc<Writer>>,
-    /// Indices of its tags, of pages whose bit is set; twice the same if there is one.
+    /// The two indices of each page's tags, for pages whose bit is set. A page with one index has it twice.
     tags: Vec<[u16; 2]>,
 }
 
-/// Pages of each slot.
+/// The pages of each slot.
 #[derive(Debug, Default)]
 pub(crate) struct Written {
     slots: [Vec<Slot>; ADDRESS_SPACES],
-    /// Some host page is in two slots: one of them does not know of the other's tags.
+    /// True if some host page is in two slots. Then neither slot knows of the other's tags.
     shared: bool,
 }
 
-/// 64 pages of a slot, of which those with a bit are meant.
+/// Some of 64 pages of a slot: those whose bit is set.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pages {
     pub space: usize,
@@ -62,7 +62,7 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    /// One by one.
+    /// Returns the pages one by one.
     pub(crate) fn places(self) -> impl Iterator<Item = SlotPage> {
         let Self {
             space, slot, word, ..
@@ -76,7 +76,7 @@ impl Pages {
 }
 
 impl Written {
-    /// The places are from now on those of `table`. All pages were taken before.
+    /// Takes over the places in `table`. All pages were taken before.
     pub(crate) fn reset(&mut self, table: &SlotTable) {
         let mut hosts = Vec::new();
         for (space, slots) in self.slots.iter_mut().enumerate() {
@@ -101,13 +101,14 @@ impl Written {
         self.slots.get_mut(at.space)?.get_mut(at.slot)
     }
 
-    /// The vCPU's part in who writes the slot, if it has written any of it.
+    /// Returns the vCPU's part of the slot's reverse map, if the vCPU has written any page of the slot.
     pub(crate) fn writer(&self, space: usize, slot: usize) -> Option<&Arc<Writer>> {
         self.slots.get(space)?.get(slot)?.writer.as_ref()
     }
 
-    /// A write tag is about to be made for `gva`. What is looked at after this is as new as what other threads have looked for
-    /// the page with. True if the page was not here before; `None` if no tag can be made, as the host has no memory.
+    /// Notes that a write tag is about to be made for `gva`. Who takes the page's write permission after this finds the
+    /// page here; so the caller looks after this whether it may make the tag. Returns true if the page was not here before,
+    /// and `None` if no tag can be made, because the host has no memory.
     #[inline]
     pub(crate) fn add(
         &mut self,
@@ -137,7 +138,7 @@ impl Written {
         Some(is_new)
     }
 
-    /// True if a write tag for `gva` needs nothing more to be noted: the page is here, and so is the tag's index.
+    /// Returns true if a write tag for `gva` can be made without [`Self::add`]: the page is here, and so is the tag's index.
     #[inline]
     pub(crate) fn has(&self, at: SlotPage, gva: u64) -> bool {
         let tag = ((gva >> 12) as usize % ENTRIES) as u16;
@@ -149,7 +150,7 @@ impl Written {
         })
     }
 
-    /// Where the tags of a page are, if it has any.
+    /// Returns where the tags of a page may be, if it has any.
     pub(crate) fn tags(&self, at: SlotPage) -> Tags {
         let slot = self.slots.get(at.space).and_then(|s| s.get(at.slot));
         match slot.and_then(|s| s.tags.get(at.index)) {
@@ -159,7 +160,7 @@ impl Written {
         }
     }
 
-    /// Takes the page away; returns where its tags may be if it was here.
+    /// Takes the page away. Returns where its tags may be, if it was here.
     pub(crate) fn take(&mut self, at: SlotPage) -> Option<Tags> {
         let writer = self.writer(at.space, at.slot)?;
         let was =
@@ -167,7 +168,7 @@ impl Written {
         was.then(|| self.tags(at))
     }
 
-    /// Takes the pages that other threads have asked for.
+    /// Takes the pages away that other threads have asked for.
     pub(crate) fn take_asked(&mut self, taken: &mut Vec<Pages>) {
         self.take_from(
             |writer, f| {
@@ -178,7 +179,7 @@ impl Written {
         );
     }
 
-    /// Takes all pages of the slots for which `f` is true.
+    /// Takes all pages of the slots away for which `f` is true.
     pub(crate) fn take_all(&mut self, f: impl FnMut(usize, usize) -> bool, taken: &mut Vec<Pages>) {
         self.take_from(|writer, f| writer.take_all(f), f, taken);
     }

@@ -15,29 +15,29 @@ use x86_defs::paging::{A, D};
 
 use crate::walk::{Trail, Walk};
 
-/// Entries of a context. One that has more of them is flushed when others only catch up.
+/// Maximum number of entries of a context. A context with more is flushed where others only catch up.
 const MAX_ENTRIES: usize = 1024;
-/// Places where an entry is looked for before it is taken to be new.
+/// Number of places at which an entry is looked for before it is taken to be new.
 const PLACES: usize = 256;
-/// Pages that are dropped one by one.
+/// Maximum number of pages that are dropped one by one.
 const MAX_CHANGED: usize = 64;
-/// After so many comparisons the context is flushed: what it does not use any more then costs no more.
+/// Number of comparisons after which the context is flushed, so that entries that it does not use any more are forgotten.
 const MAX_USES: u32 = 1024;
-/// Unless it has no more entries than that.
+/// Number of entries up to which a context is not flushed for that reason.
 const FEW_ENTRIES: usize = 64;
 
 /// An entry of a guest table.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     page: HostPage,
-    /// What the walk saw, with the flags that it has set.
+    /// The value that the walk saw, with the flags that the walk has set.
     value: u64,
-    /// Page that it maps; 0 for one above the lowest level.
+    /// The page that the entry maps; 0 for an entry above the lowest level.
     gva: u64,
     offset: u16,
     size: u8,
     level: u8,
-    /// Of one of the lowest level: where it leads.
+    /// Where an entry of the lowest level leads.
     leaf: Option<Leaf>,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct Leaf {
     pub walk: Walk,
     /// Host address of the page; 0: no data was accessed in it.
     pub hva: u64,
-    /// While `Mmu::writes_epoch` is this, the page may be written with nothing to be noted. Never 0.
+    /// The value of `Mmu::writes_epoch` during which the page may be written without any bookkeeping; 0 if it may not.
     pub writes: u64,
 }
 
@@ -64,12 +64,12 @@ impl Entry {
     }
 }
 
-/// What a comparison has found.
+/// The result of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Found {
-    /// Nothing, or only that these pages have other translations.
+    /// No pages, or these pages, have other translations.
     Pages,
-    /// Too much to tell.
+    /// More has changed than can be told.
     Everything,
 }
 
@@ -82,19 +82,19 @@ fn page_place(gva: u64) -> usize {
 #[derive(Debug)]
 pub(crate) struct Derived {
     entries: Vec<Entry>,
-    /// Where the entry of a hash was put last.
+    /// The place at which the last entry with a hash was put.
     places: Box<[u16; PLACES]>,
-    /// Where the entry of the lowest level for a page was put last.
+    /// The place at which the last entry of the lowest level for a page was put.
     of_page: Box<[u16; PLACES]>,
-    /// There are more than `entries` has.
+    /// True if there are more entries than `entries` has room for.
     has_more: bool,
     uses: u32,
-    /// PDPTE registers, in PAE paging.
+    /// The PDPTE registers, in PAE paging.
     pub(crate) pdpte: [u64; 4],
 }
 
 impl Derived {
-    /// Of a context that has no translations yet.
+    /// Makes the entries of a context that has no translations yet.
     pub(crate) fn new(pdpte: [u64; 4]) -> Self {
         Self {
             entries: Vec::new(),
@@ -106,14 +106,14 @@ impl Derived {
         }
     }
 
-    /// The context's translations are gone.
+    /// Forgets all entries, because the context's translations are gone.
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
         self.has_more = false;
         self.uses = 0;
     }
 
-    /// A walk has been made whose translation is not global.
+    /// Notes the entries of a walk whose translation is not global.
     pub(crate) fn note(&mut self, gva: u64, walk: &Walk, trail: &Trail) {
         let leaf = Leaf {
             walk: Walk {
@@ -161,8 +161,8 @@ impl Derived {
         self.entries.push(new);
     }
 
-    /// The page at `gva`, whose entry is known, was accessed: it is at `hva`, and if `writes` is not 0
-    /// may be written as long as `Mmu::writes_epoch` is this.
+    /// Notes that the page at `gva`, whose entry is known, was accessed. The page is at `hva`, and if `writes` is not 0 it
+    /// may be written unnoticed while `Mmu::writes_epoch` is `writes`.
     pub(crate) fn note_page(&mut self, gva: u64, hva: u64, writes: u64) {
         let gva = gva & !0xfff;
         let place = usize::from(self.of_page[page_place(gva)]);
@@ -177,14 +177,13 @@ impl Derived {
         }
     }
 
-    /// The pages of the lowest level's entries, and where they lead.
+    /// Returns the pages of the lowest level's entries, and where they lead.
     pub(crate) fn leaves(&self) -> impl Iterator<Item = (u64, Leaf)> {
         let leaf = |e: &Entry| Some((e.gva, e.leaf?));
         self.entries.iter().filter_map(leaf)
     }
 
-    /// Compares all entries with memory. Pages that are to be dropped come to `changed`; their
-    /// entries go.
+    /// Compares all entries with memory. Pages that have to be dropped come to `changed`, and their entries are forgotten.
     pub(crate) fn compare(&mut self, changed: &mut Vec<u64>) -> Found {
         self.uses += 1;
         let is_long_used = self.uses > MAX_USES && self.entries.len() > FEW_ENTRIES;
@@ -207,7 +206,7 @@ impl Derived {
         Found::Pages
     }
 
-    /// How many there are.
+    /// Returns the number of entries.
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
