@@ -174,7 +174,7 @@ fn one(files: &Files, kind: Kind) -> Result<Moved, BootError> {
     };
     let moved = moved.map_err(BootError::host("the guest was not moved"))?;
     match wait_for("the guest goes on", || target.has_compiled()) {
-        // QEMU 7.2 loses pages that TCG's vCPUs write: kernels panic, or hang.
+        // Busy guests do not survive it in QEMU 7.2: kernels panic, or hang.
         Err(_) if kind == Kind::Tcg => Ok(Moved {
             goes_on: false,
             ..moved
