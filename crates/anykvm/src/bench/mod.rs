@@ -163,7 +163,7 @@ fn against(
     other: &std::path::Path,
 ) -> Result<String, BootError> {
     let mut lines = vec![
-        ["", "first, ms", "to other's", "later, ms", "to other's"]
+        ["", "first, ms", "over other's", "later, ms", "over other's"]
             .map(str::to_owned)
             .to_vec(),
     ];
