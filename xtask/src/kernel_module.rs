@@ -9,7 +9,7 @@ use std::{
 use crate::{debian, tidy::root, tool::tool};
 
 /// The packages that building takes, besides the headers, which are only unpacked.
-pub(crate) const PACKAGES: &[&str] = &["make", "gcc-12"];
+const PACKAGES: &[&str] = &["make", "gcc-12"];
 
 /// Builds the module in `guests/NAME` for a kernel (`…/vmlinuz-RELEASE`). Returns the folder that the module, and a copy of
 /// its sources, are in.

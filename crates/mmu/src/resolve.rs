@@ -88,12 +88,7 @@ impl Mmu {
         &self.views[self.live].l1
     }
 
-    /// Prepares an access at the current privilege level and returns the host
-    /// address of its first byte, if it needs no more than that: the page has a
-    /// tag from now on, and all bytes are in it.
-    ///
-    /// 0 if the access has to be made with [`Self::read`] and its kin; `fault` then is the exception that
-    /// they will raise, if that is known. (A result of both would go through memory.)
+    /// See [`Front::refill`](crate::Front::refill).
     #[inline(never)]
     pub(crate) fn refill(
         &mut self,

@@ -318,6 +318,11 @@ impl Drop for Files {
     }
 }
 
+/// Returns a script that runs `body` so many times.
+pub(super) fn repeated(body: &str, repeats: u32) -> String {
+    format!("n=0; while [ $n -lt {repeats} ]; do\n{body}\nn=$((n + 1)); done")
+}
+
 pub(super) fn own() -> Result<PathBuf, BootError> {
     std::env::current_exe().map_err(BootError::host("cannot find anykvm"))
 }
@@ -346,9 +351,9 @@ pub(super) fn script(workloads: &[&Workload], repeats: u32) -> Result<String, Bo
 fn script_of(lines: impl Iterator<Item = String>, repeats: u32) -> Result<String, BootError> {
     let lines: Vec<String> = lines.collect();
     Ok(format!(
-        "export LC_ALL=C PYTHON={}\n{PREPARE}\necho {PREPARED}\nn=0; while [ $n -lt {repeats} ]; do\n{}\nn=$((n + 1)); done",
+        "export LC_ALL=C PYTHON={}\n{PREPARE}\necho {PREPARED}\n{}",
         python()?.display(),
-        lines.join("\n")
+        repeated(&lines.join("\n"), repeats)
     ))
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::machines::{Files, Guest, Machine};
+use super::machines::{self, Files, Guest, Machine};
 use super::plot::{self, Bar, NATIVE, OURS, Scale, TCG};
 use super::report::{self, Column, Row, Verdict};
 use super::workloads::{Suite, Workload};
@@ -181,10 +181,9 @@ fn host_files() -> Vec<PathBuf> {
 fn script(workloads: &[&Workload], programs: &[&Program], repeats: u32) -> String {
     let mut lines = vec!["export PATH=$PATH:."];
     lines.extend(programs.iter().map(|p| p.prepare));
-    let repeat = format!("n=0; while [ $n -lt {repeats} ]; do");
-    lines.push(&repeat);
-    lines.extend(workloads.iter().map(|w| w.script));
-    lines.push("n=$((n + 1)); done");
+    let body: Vec<&str> = workloads.iter().map(|w| w.script).collect();
+    let repeated = machines::repeated(&body.join("\n"), repeats);
+    lines.push(&repeated);
     lines.extend((!programs.is_empty()).then_some(END));
     lines.join("\n")
 }

@@ -40,10 +40,7 @@ pub(super) fn run(
     let name = module.file_name().unwrap_or_default().to_string_lossy();
     let ssdd =
         |sample| format!("PATH=$PATH:. ./program run {sample} none ssdd -f 10 -i {ITERATIONS}");
-    let repeated = |body: &str| {
-        let repeats = args.repeats;
-        format!("n=0; while [ $n -lt {repeats} ]; do\n{body}\nn=$((n + 1)); done")
-    };
+    let repeated = |body: &str| machines::repeated(body, args.repeats);
     let in_guest = format!(
         "insmod ./{name} toggle=0 || exit 1\np=/sys/module/wp_toggle/parameters\n{}\necho @ {WRITTEN} $(cat $p/written) 0",
         repeated(&format!(

@@ -1,10 +1,9 @@
-//! What it costs a kernel that makes many processes that its writes are logged, and harvested.
+//! Measures what logging and harvesting cost a kernel that makes many processes.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::bench::machines::{self, Files, Run, WORDS};
 use crate::bench::note;
@@ -15,17 +14,17 @@ use crate::error::BootError;
 
 /// A compile by two processes at a time first, as in Linux' own benchmark of that name, then what such loads are made of.
 const LOADS: [&str; 5] = ["make-j2", "hackbench-5", "forks", "execs", "pagefaults"];
-/// How often it is harvested: in milliseconds, 0 never, if it is logged at all.
+/// The columns, with the milliseconds between two harvests: 0 if nothing is harvested, `None` if nothing is logged.
 const WAYS: [(&str, Option<u32>); 3] = [
     ("not logged, ms", None),
     ("logged", Some(0)),
     ("harvested every 100 ms", Some(100)),
 ];
 const CPUS: u32 = 2;
-/// How long a guest's socket may take to be there.
+/// Maximum time until a guest's socket is there.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Measures and prints them.
+/// Measures the loads, and returns the table.
 pub(super) fn measure(args: &BenchArgs) -> Result<String, BootError> {
     let files = Files::new(args.kernel.as_deref(), &args.qemu)?;
     let find = |name| WORKLOADS.iter().find(|w| w.name == name);
@@ -60,7 +59,7 @@ pub(super) fn measure(args: &BenchArgs) -> Result<String, BootError> {
     ))
 }
 
-/// Runs the loads in one guest; how many pages were found.
+/// Runs the loads in one guest. Returns the run, and the number of pages that harvests found.
 fn run(
     files: &Files,
     loads: &[&Workload],
@@ -81,16 +80,9 @@ fn run(
     Ok((run?, pages))
 }
 
-/// Has the guest's writes logged until it ends; how many pages were found.
+/// Has the guest's writes logged until it ends. Returns the number of pages that harvests found.
 fn harvest(socket: &Path, period: u32) -> std::io::Result<u64> {
-    let begin = Instant::now();
-    let mut stream = loop {
-        match UnixStream::connect(socket) {
-            Ok(stream) => break stream,
-            Err(error) if begin.elapsed() > PATIENCE => return Err(error),
-            Err(_) => thread::sleep(Duration::from_millis(5)),
-        }
-    };
+    let mut stream = super::connect(socket, PATIENCE)?;
     stream.write_all(format!("log {period}\n").as_bytes())?;
     let mut lines = BufReader::new(stream).lines();
     match lines.next() {

@@ -1,4 +1,4 @@
-//! A guest of 1 GiB that compiles and writes memory, moved live: under QEMU on anykvm, under QEMU's TCG, and by `anykvm boot`.
+//! Measures live migrations of a guest of 1 GiB that compiles and writes memory: under QEMU on anykvm, under QEMU's TCG, and by `anykvm boot`.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -19,7 +19,7 @@ use crate::error::BootError;
 const SCRIPT: &str = "./writer 64 1000 &
 while :; do gcc -O1 -S -o /tmp/made program.i && echo compiled; done";
 const BOARD: (u32, &str) = (2, "1G");
-/// What the guest may stand still for memory that is left, in milliseconds.
+/// Maximum time in milliseconds for which the guest may stand still while the rest of its memory is sent.
 const DOWNTIME_LIMIT: u32 = 30;
 const DOWNTIME_BAR: f64 = 50.0;
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -43,11 +43,11 @@ struct Moved {
     downtime: f64,
     total: f64,
     rounds: f64,
-    /// The guest compiled on.
+    /// True if the guest compiled on.
     goes_on: bool,
 }
 
-/// Measures and prints them.
+/// Measures the migrations, and returns the table.
 pub(super) fn measure(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, BootError> {
     let mut files = Files::new(args.kernel.as_deref(), &args.qemu)?;
     files.add_program("writer", include_str!("writer.c"))?;
@@ -85,7 +85,7 @@ pub(super) fn measure(args: &BenchArgs, verdict: &mut Verdict) -> Result<String,
         let survived = format!("{survived} of {}", moved.len());
         let line = [(*name).to_owned()].into_iter().chain(cells);
         lines.push(line.chain([survived]).collect());
-        // One that loses pages is quick.
+        // A migration that loses pages is quick, so it is no yardstick.
         if moved.iter().all(|m| m.goes_on) {
             downtimes.extend(downtime.map(|ms| (*kind, ms)));
         }
@@ -157,7 +157,7 @@ fn one(files: &Files, kind: Kind) -> Result<Moved, BootError> {
             console,
         });
         if !is_target {
-            // All of it has been executed once.
+            // From here on each part of the load has been executed once.
             wait_for("the guest compiles", || {
                 sides.iter().all(|side| side.has_compiled())
             })?;
@@ -221,14 +221,7 @@ impl Side {
         UnixStream,
         impl Iterator<Item = std::io::Result<String>> + use<>,
     )> {
-        let begin = Instant::now();
-        let stream = loop {
-            match UnixStream::connect(&self.socket) {
-                Ok(stream) => break stream,
-                Err(error) if begin.elapsed() > PATIENCE => return Err(error),
-                Err(_) => thread::sleep(Duration::from_millis(20)),
-            }
-        };
+        let stream = super::connect(&self.socket, PATIENCE)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         let lines = BufReader::new(stream.try_clone()?).lines();
         Ok((stream, lines))
@@ -239,7 +232,7 @@ fn other<T>(line: &str) -> std::io::Result<T> {
     Err(std::io::Error::other(line.to_owned()))
 }
 
-/// By the command of its control socket, which says what it took.
+/// Moves the guest by the command of its control socket, whose answer says how long that took.
 fn by_anykvm(source: &Side, way: &str) -> std::io::Result<Moved> {
     let (mut stream, lines) = source.connect()?;
     stream.write_all(format!("migrate {DOWNTIME_LIMIT} 0 {way}\n").as_bytes())?;
@@ -267,9 +260,9 @@ fn read_report(report: &str) -> Option<Moved> {
     })
 }
 
-/// By QEMU's machine protocol: a line of JSON each way, and events between.
+/// Moves the guest by QEMU's machine protocol: a line of JSON each way, and events between.
 fn by_qemu(source: &Side, target: &Side, way: &str) -> std::io::Result<Moved> {
-    // It listens once it answers.
+    // The target listens for the guest once it answers here.
     let (mut stream, mut lines) = target.connect()?;
     ask(&mut stream, &mut lines, "qmp_capabilities", "{}")?;
     let (mut stream, mut lines) = source.connect()?;
@@ -319,7 +312,7 @@ fn ask(
     other("QEMU has ended")
 }
 
-/// The number behind `"key":`.
+/// Returns the number behind `"key":`.
 fn number(line: &str, key: &str) -> Option<f64> {
     let (_, rest) = line.split_once(&format!("\"{key}\":"))?;
     let rest = rest.trim_start();

@@ -9,6 +9,8 @@ mod guest;
 mod load;
 mod migration;
 
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -478,6 +480,17 @@ fn slowdown(verdict: &mut Verdict) -> Result<String, BootError> {
         lines.push(vec![name.to_owned(), format!("{slower:.1}")]);
     }
     Ok(report::aligned(&lines))
+}
+
+/// Connects to a guest's socket, which may take a moment to be there.
+fn connect(socket: &Path, patience: Duration) -> std::io::Result<UnixStream> {
+    let begin = Instant::now();
+    loop {
+        match UnixStream::connect(socket) {
+            Err(_) if begin.elapsed() <= patience => thread::sleep(Duration::from_millis(5)),
+            result => return result,
+        }
+    }
 }
 
 #[cfg(test)]
