@@ -23,7 +23,7 @@ use crate::{
     written::SlotPage,
 };
 
-/// One in this many faults of dirty logging is timed and stands for all, as reading the time takes a sixth of a fault.
+/// One in this many faults of dirty logging is timed and stands for all, because reading the time would slow each fault.
 const TIMED: u64 = 16;
 
 /// A page of RAM on which the access is allowed.
