@@ -124,6 +124,9 @@ impl Mmu {
         if !walk.global {
             // The number that identifies targets may change here.
             self.forget_switches();
+            if !self.views[self.live].user {
+                self.note_common(cpu, gva, &walk);
+            }
         }
         self.views[self.live].fetch.insert(entry);
         self.expose(entry);
@@ -310,7 +313,7 @@ impl Mmu {
     /// Carries out a flush of `gva`, or of everything, for global pages of code.
     pub(crate) fn flush_global_fetch(&mut self, gva: Option<u64>) {
         if gva.is_none_or(|gva| self.global_fetch.may_have(gva)) {
-            self.forget_switches();
+            self.renew_families();
             self.global_fetch = GlobalFetch {
                 epoch: self.next_tick(),
                 controls: self.global_fetch.controls,
@@ -322,7 +325,7 @@ impl Mmu {
     /// The VMM may have written code: each page is compared with what was fetched from it
     /// before it is executed again. Cheap by itself; pages that are not executed cost nothing.
     pub fn recheck_code(&mut self) {
-        self.forget_switches();
+        self.renew_families();
         self.verification = self.verification.map(|v| v + 1);
         self.exposed.clear();
         self.global_fetch.epoch = self.next_tick();

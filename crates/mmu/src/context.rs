@@ -13,6 +13,7 @@ use x86_cpu::{CpuState, Privilege};
 
 use crate::{
     Mmu, View,
+    common::Membership,
     fetch::FetchTable,
     l1::{Half, L1, RegionFilter},
     l2::Owner,
@@ -81,6 +82,8 @@ pub(crate) struct Context {
     pub is_stale: bool,
     /// The entries that a tracked context's translations were derived from: see [`crate::shadow`].
     pub derived: Option<Derived>,
+    /// The context's part in a family of roots with the same kernel code.
+    pub membership: Membership,
     used: u64,
     views: Vec<(View, usize)>,
     /// The views that were live last, by whether they are a user's and by RFLAGS.AC.
@@ -247,6 +250,7 @@ impl Mmu {
             seen: self.flushes.seen(),
             is_stale: false,
             derived: key.root.map(|_| Derived::new(self.paging.pdpte)),
+            membership: Membership::None,
             used: 0,
             views: Vec::with_capacity(MAX_VIEWS),
             recent: [None; 4],
@@ -469,12 +473,19 @@ impl Mmu {
     }
 
     pub(crate) fn flush_current(&mut self) {
+        self.leave_family();
         self.for_current_tables(Tables::drop_all);
     }
     pub(crate) fn flush_current_non_global(&mut self) {
+        self.leave_family();
         self.for_current_tables(Tables::drop_non_global);
     }
+    /// Has fetches of the current context's supervisors from pages that are not global look them up again.
+    pub(crate) fn forget_private_fetches(&mut self) {
+        self.for_current_tables(|t| !t.user && t.fetch.flush_non_global());
+    }
     pub(crate) fn flush_current_small_page(&mut self, gva: u64) {
+        self.leave_family_of(gva);
         self.for_current_tables(|t| t.drop_small_page(gva));
         let [own, _] = self.keys_of(self.current);
         self.reach.flush_page(gva, own);
@@ -483,6 +494,7 @@ impl Mmu {
     pub(crate) fn flush_current_page(&mut self, gva: u64) {
         let tick = self.next_tick();
         self.contexts[self.current].page_flushed = tick;
+        self.leave_family_of(gva);
         let shift = self.region_shift(self.current, gva);
         self.for_current_tables(|t| t.drop_page(gva, shift));
         self.flush_reach_of(gva, self.current);

@@ -159,6 +159,7 @@ impl Mmu {
         self.flush_global_fetch(None);
         core::mem::swap(&mut self.global_fetch, &mut self.other_fetch);
         self.flushes.everything = tick;
+        self.families.clear();
         self.renew_global_keys();
         self.drop_current();
     }

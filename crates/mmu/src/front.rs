@@ -140,10 +140,15 @@ impl Front<'_> {
         self.0.views[self.0.live].l1.view()
     }
 
-    /// As [`Mmu::fetch_epoch`], but the same in all contexts while a supervisor executes from global pages only: for a
-    /// cache of branch targets.
+    /// As [`Mmu::fetch_epoch`], but the same in all contexts while a supervisor executes from global pages only, or from
+    /// pages that are the same in all of them: for a cache of branch targets.
     #[inline]
-    pub fn target_epoch(&self, cpu: &CpuState) -> u64 {
+    pub fn target_epoch(&mut self, cpu: &CpuState) -> u64 {
+        if cpu.cpl == 0
+            && let Some(epoch) = self.0.common_epoch(cpu)
+        {
+            return epoch;
+        }
         let live = &self.0.views[self.0.live];
         if cpu.cpl == 0 && cpu.cr4 & cr4::PGE != 0 && !live.fetch.is_private() {
             self.0.global_fetch.epoch

@@ -94,7 +94,7 @@ impl Mmu {
 
     /// Walks from the lowest table that is known. If that does not lead to a page that may be accessed so, walks from the
     /// root.
-    fn walk(
+    pub(crate) fn walk(
         &mut self,
         gva: u64,
         view: View,
