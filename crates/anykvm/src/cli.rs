@@ -116,7 +116,7 @@ pub(crate) struct BenchArgs {
         long,
         value_name = "MODE",
         value_delimiter = ',',
-        default_value = "tdp"
+        default_value = "auto"
     )]
     pub(crate) mmu: Vec<String>,
 

@@ -30,9 +30,9 @@ fn read(variable: impl Fn(&str) -> Option<String>) -> EngineOptions {
         code_cache: variable("ANYKVM_CODE_CACHE").and_then(|v| bytes(&v)),
         random_flushes: variable("ANYKVM_CODE_FLUSH").and_then(|v| v.parse().ok()),
         translations: match variable("ANYKVM_MMU").as_deref() {
+            Some("tdp") => Policy::Tdp,
             Some("shadow") => Policy::Shadow,
-            Some("auto") => Policy::Auto,
-            _ => Policy::Tdp,
+            _ => Policy::Auto,
         },
         harvest: match variable("ANYKVM_DIRTY").as_deref() {
             Some("locked") => Harvest::Locked,
@@ -93,14 +93,14 @@ mod tests {
     }
 
     #[test]
-    fn translations_are_kept_as_processors_do_unless_asked_otherwise() {
+    fn address_spaces_survive_unless_asked_otherwise() {
         let policy = |value: &str| {
             read(|name| (name == "ANYKVM_MMU").then(|| value.to_owned())).translations
         };
         assert_eq!(policy("shadow"), Policy::Shadow);
         assert_eq!(policy("auto"), Policy::Auto);
         assert_eq!(policy("tdp"), Policy::Tdp);
-        assert_eq!(policy(""), Policy::Tdp);
+        assert_eq!(policy(""), Policy::Auto);
     }
 
     #[test]

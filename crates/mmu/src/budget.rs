@@ -19,6 +19,11 @@ use crate::{
 /// A context's tables are half a MiB that is touched, so those of more contexts would
 /// come from memory at each switch; a context without gets others' ([`Mmu::new_tables`]).
 pub(crate) const MAX_TABLES: usize = 192;
+/// Number of first-level tables beyond which others' are taken first, until that has turned out to be wrong: those of
+/// processes that have ended.
+pub(crate) const FEW_TABLES: usize = 16;
+/// Tables that may be made for each context that comes back after its own were taken.
+pub(crate) const MORE_TABLES: usize = 4;
 /// Number of views that need tables at once: the live one, and that of accesses by the system.
 const MIN_TABLES: usize = 2;
 /// Least number of contexts: the guest's and SMM's, each before and after the change of a root.
@@ -80,6 +85,7 @@ impl Mmu {
     /// Sets the maximum number of first-level tables, to fewer than by default, for tests.
     pub fn set_max_tables(&mut self, tables: usize) {
         self.budget.tables = tables.clamp(MIN_TABLES, MAX_TABLES);
+        self.enough_tables = MIN_TABLES;
     }
 
     /// Returns the numbers of contexts and first-level tables, and of the pages that they may take.

@@ -13,6 +13,7 @@ use x86_cpu::{CpuState, Privilege};
 
 use crate::{
     Mmu, View,
+    budget::MORE_TABLES,
     common::Membership,
     fetch::FetchTable,
     l1::{Half, L1, RegionFilter},
@@ -86,6 +87,8 @@ pub(crate) struct Context {
     pub membership: Membership,
     used: u64,
     views: Vec<(View, usize)>,
+    /// True if the context's tables were taken before there were as many as there may be.
+    gave_tables: bool,
     /// The views that were live last, by whether they are a user's and by RFLAGS.AC.
     recent: [Option<Recent>; 4],
 }
@@ -253,6 +256,7 @@ impl Mmu {
             membership: Membership::None,
             used: 0,
             views: Vec::with_capacity(MAX_VIEWS),
+            gave_tables: false,
             recent: [None; 4],
         };
         if !self.is_full() {
@@ -331,13 +335,27 @@ impl Mmu {
         if free.is_some() {
             return free;
         }
-        if self.views.len() < self.budget.tables {
+        if core::mem::take(&mut self.contexts[self.current].gave_tables) {
+            self.enough_tables += MORE_TABLES;
+        }
+        let has_room = self.views.len() < self.budget.tables;
+        let other = if !has_room {
+            Some(self.donor()?)
+        } else if self.views.len() < self.enough_tables {
+            None
+        } else {
+            let oldest = self.long_unused(|c| !c.views.is_empty());
+            let is_other = oldest != self.current && !self.contexts[oldest].views.is_empty();
+            is_other.then_some(oldest)
+        };
+        let Some(other) = other else {
             self.views.push(Tables::default());
             return Some(self.views.len() - 1);
-        }
-        let other = self.donor()?;
-        let views = core::mem::take(&mut self.contexts[other].views);
-        self.contexts[other].recent = [None; 4];
+        };
+        let context = &mut self.contexts[other];
+        context.gave_tables = has_room;
+        context.recent = [None; 4];
+        let views = core::mem::take(&mut context.views);
         self.free_tables(&views);
         views.first().map(|(_, tables)| *tables)
     }

@@ -9,6 +9,8 @@ use crate::{View, sum::sum_of, written::SlotPage};
 pub(crate) const SPACE_SHIFT: u32 = 60;
 /// Entries of a fetch table: a large program, such as a compiler, has thousands of pages of code.
 const FETCH_ENTRIES: usize = 1024;
+/// Entries of a fetch table whose memory is taken together, when the first of them is made.
+const CHUNK: usize = 4;
 /// Words of a filter of pages. With few words, a program with much code would seem to have fetched from any page that
 /// is flushed.
 const PAGE_WORDS: usize = 1024;
@@ -52,7 +54,7 @@ impl FetchEntry {
 /// those whose entries were replaced.
 #[derive(Debug, Default)]
 pub(crate) struct FetchTable {
-    pub(crate) entries: Vec<Option<FetchEntry>>,
+    entries: Vec<Option<Box<[Option<FetchEntry>; CHUNK]>>>,
     pub(crate) filled: bool,
     /// A page that is not global was fetched from in this epoch.
     pub(crate) private: bool,
@@ -70,8 +72,8 @@ pub(crate) struct FetchTable {
 
 impl FetchTable {
     /// Bytes of memory that it takes.
-    pub(crate) const BYTES: usize =
-        FETCH_ENTRIES * size_of::<Option<FetchEntry>>() + 8 * (PAGE_WORDS + REGION_WORDS);
+    pub(crate) const BYTES: usize = FETCH_ENTRIES * size_of::<Option<FetchEntry>>()
+        + 8 * (FETCH_ENTRIES / CHUNK + PAGE_WORDS + REGION_WORDS);
 }
 
 /// A set of numbers with false positives: it may report members that were never added.
@@ -112,12 +114,14 @@ impl<const WORDS: usize> Filter<WORDS> {
 }
 
 impl FetchTable {
-    pub(crate) fn place(gva: u64) -> usize {
-        (gva >> 12) as usize % FETCH_ENTRIES
+    fn place(gva: u64) -> (usize, usize) {
+        let place = (gva >> 12) as usize % FETCH_ENTRIES;
+        (place / CHUNK, place % CHUNK)
     }
     #[inline]
     pub(crate) fn find(&self, gva: u64) -> Option<&FetchEntry> {
-        let e = self.entries.get(Self::place(gva))?.as_ref()?;
+        let (chunk, n) = Self::place(gva);
+        let e = self.entries.get(chunk)?.as_ref()?[n].as_ref()?;
         let since = if e.global {
             self.global_since
         } else {
@@ -128,7 +132,7 @@ impl FetchTable {
     /// Returns a number for new entries. Flushed entries stay in place and are recognised by their older numbers.
     pub(crate) fn next(&mut self) -> u32 {
         if self.now == u32::MAX {
-            self.entries.fill(None);
+            self.entries.clear();
             (self.now, self.global_since, self.private_since) = (0, 0, 0);
         }
         self.now += 1;
@@ -136,21 +140,20 @@ impl FetchTable {
     }
     pub(crate) fn insert(&mut self, mut entry: FetchEntry) {
         if self.entries.is_empty() {
-            self.entries = vec![None; FETCH_ENTRIES];
+            self.entries.resize_with(FETCH_ENTRIES / CHUNK, || None);
         }
         entry.made = self.now;
         self.filled = true;
         self.private |= !entry.global;
         self.pages.add(entry.tag >> 12);
         self.regions.add(entry.tag >> 22);
-        if let Some(e) = self.entries.get_mut(Self::place(entry.tag)) {
-            *e = Some(entry);
-        }
+        self.replace(entry);
     }
-    /// Replaces the entry of the same page.
+    /// Replaces the entry in the page's place.
     pub(crate) fn replace(&mut self, entry: FetchEntry) {
-        if let Some(e) = self.entries.get_mut(Self::place(entry.tag)) {
-            *e = Some(entry);
+        let (chunk, n) = Self::place(entry.tag);
+        if let Some(chunk) = self.entries.get_mut(chunk) {
+            chunk.get_or_insert_default()[n] = Some(entry);
         }
     }
     /// True if the page of `gva` may have been fetched from; with `shift`, if the aligned region of `1 << shift` bytes
@@ -197,8 +200,9 @@ impl FetchTable {
             return self.flush();
         }
         // Engines may have kept the result of an entry that was replaced. They drop it with the epoch.
-        if let Some(e) = self.entries.get_mut(Self::place(gva)) {
-            *e = e.filter(|e| e.tag != gva & !0xfff);
+        let (chunk, n) = Self::place(gva);
+        if let Some(Some(chunk)) = self.entries.get_mut(chunk) {
+            chunk[n] = chunk[n].filter(|e| e.tag != gva & !0xfff);
         }
         true
     }

@@ -213,6 +213,8 @@ pub struct Mmu {
     last: Vec<usize>,
     /// The maximum numbers of contexts and views.
     budget: budget::Budget,
+    /// The number of views from which on others' tables are taken before new ones are made.
+    enough_tables: usize,
     /// [`Stats::reach_code_hits`] of tables that were given to another view.
     reach_hits_gone: u64,
     /// Number of times that a context has got another's tables.
@@ -294,6 +296,7 @@ impl Mmu {
             contexts: Vec::new(),
             last: Vec::new(),
             budget: budget::Budget::default(),
+            enough_tables: budget::FEW_TABLES,
             reach_hits_gone: 0,
             donors: 0,
             writes_epoch: 1,

@@ -169,6 +169,11 @@ pub(super) fn compared(rows: &[Row], suite: Suite, verdict: &mut Verdict) -> Str
     aligned(&lines)
 }
 
+/// Returns the least. `None` if there are no values.
+pub(super) fn least(values: &[f64]) -> Option<f64> {
+    values.iter().copied().min_by(f64::total_cmp)
+}
+
 /// Returns the median. `None` if there are no values.
 pub(super) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();

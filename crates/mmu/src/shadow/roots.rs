@@ -8,11 +8,11 @@ use crate::hash::ByIdentity;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
     /// Translations belong to PCIDs alone, as in processors.
-    #[default]
     Tdp,
     /// The context of every root is tracked.
     Shadow,
     /// The context of each root that comes back is tracked.
+    #[default]
     Auto,
 }
 

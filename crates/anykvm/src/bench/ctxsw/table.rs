@@ -3,7 +3,7 @@
 use super::{COUNTERS, Cell, Column, ROWS};
 use crate::bench::machines::Machine;
 use crate::bench::plot::{self, Bar, Scale};
-use crate::bench::report::{Verdict, aligned, cell, median};
+use crate::bench::report::{Verdict, aligned, cell, least};
 
 /// The first paravirtual KVM's figures (I. Molnar, 7 January 2007): microseconds, seconds, seconds.
 const SOURCE: [(&str, f64, f64, f64); 5] = [
@@ -31,7 +31,7 @@ pub(super) fn print(columns: &[Column], rows: &[usize]) -> String {
     let mut times = vec![head("µs a switch, a call, a run")];
     let mut ratios = vec![head("times native")];
     for row in rows {
-        let us: Vec<Option<f64>> = columns.iter().map(|c| median(&c.cells[*row].us)).collect();
+        let us: Vec<Option<f64>> = columns.iter().map(|c| least(&c.cells[*row].us)).collect();
         let line = us.iter().map(|us| cell(*us));
         times.push([ROWS[*row].0.to_owned()].into_iter().chain(line).collect());
         let line = columns.iter().map(|c| {
@@ -87,10 +87,9 @@ fn native_of<'a>(columns: &'a [Column], column: &Column) -> Option<&'a Column> {
     columns.iter().find(is_it)
 }
 
-/// Returns the median of the ratios within a round.
+/// Returns the ratio of the least times: other load on the machine only makes a switch slower.
 fn over(this: &Cell, that: &Cell) -> Option<f64> {
-    let ratios: Vec<f64> = this.us.iter().zip(&that.us).map(|(a, b)| a / b).collect();
-    median(&ratios)
+    Some(least(&this.us)? / least(&that.us)?)
 }
 
 /// Returns a bar for each cell, and the source's switches at the end.
@@ -106,7 +105,7 @@ pub(super) fn bars(columns: &[Column], rows: &[usize]) -> Vec<Bar> {
                 Machine::Anykvm => plot::OURS,
                 Machine::Tcg => plot::TCG,
             };
-            if let Some(us) = median(&column.cells[*row].us) {
+            if let Some(us) = least(&column.cells[*row].us) {
                 bars.push((format!("{}: {}", ROWS[*row].0, column.title()), us, colour));
             }
         }
