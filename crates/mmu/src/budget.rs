@@ -22,8 +22,6 @@ pub(crate) const MAX_TABLES: usize = 192;
 /// Number of first-level tables beyond which others' are taken first, until that has turned out to be wrong: those of
 /// processes that have ended.
 pub(crate) const FEW_TABLES: usize = 16;
-/// Tables that may be made for each context that comes back after its own were taken.
-pub(crate) const MORE_TABLES: usize = 4;
 /// Number of views that need tables at once: the live one, and that of accesses by the system.
 const MIN_TABLES: usize = 2;
 /// Least number of contexts: the guest's and SMM's, each before and after the change of a root.

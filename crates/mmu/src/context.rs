@@ -13,8 +13,7 @@ use x86_cpu::{CpuState, Privilege};
 
 use crate::{
     Mmu, View,
-    budget::MORE_TABLES,
-    common::Membership,
+    families::Membership,
     fetch::FetchTable,
     l1::{Half, L1, RegionFilter},
     l2::Owner,
@@ -336,7 +335,7 @@ impl Mmu {
             return free;
         }
         if core::mem::take(&mut self.contexts[self.current].gave_tables) {
-            self.enough_tables += MORE_TABLES;
+            self.enough_tables += 1;
         }
         let has_room = self.views.len() < self.budget.tables;
         let other = if !has_room {

@@ -49,9 +49,9 @@ mod budget;
 mod bulk;
 mod catch_up;
 mod code;
-mod common;
 mod context;
 mod exposed;
+mod families;
 mod fault;
 mod fetch;
 mod flush;
@@ -256,7 +256,7 @@ pub struct Mmu {
     other_fetch: fetch::GlobalFetch,
     fetch_space: u8,
     global_pages: fetch::GlobalPages,
-    families: common::Families,
+    families: families::Families,
     code_changes: Arc<AtomicU64>,
     sums: HashMap<u64, fetch::Sum, hash::ByIdentity>,
     /// Numbers of calls of [`Self::recheck_code`], for supervisors and for users.
@@ -274,7 +274,7 @@ impl Mmu {
         let mut mmu = Self {
             table: memory.table(),
             mailbox: Arc::default(),
-            families: common::Families::default(),
+            families: families::Families::default(),
             code_changes: memory.code_changes(),
             // Unlike any real value: the first `sync` brings everything up to date.
             seen_epoch: u64::MAX,

@@ -11,6 +11,9 @@ use crate::{Error, Result, shared::request};
 
 /// A guest with less memory than that is small.
 const SMALL: usize = 256 << 20;
+/// Part of a small guest's memory that the address spaces of one of its vCPUs may take, and how much they may at least.
+const SMALL_PART: usize = 8;
+const SMALL_LEAST: usize = 8 << 20;
 
 impl Vm {
     /// KVM_SET_NR_MMU_PAGES: EINVAL below KVM's least. vCPUs have the pages in equal shares; one that runs
@@ -39,7 +42,8 @@ impl VmState {
         let mut mmu = Mmu::new(Arc::clone(&self.memory));
         let cpu = CpuState::default();
         mmu.set_policy(&cpu, self.engine.translations);
-        if let Some(pages) = self.mmu_pages_of_vcpu(vcpus) {
+        let of_small = || Some((self.small_memory()? / SMALL_PART).max(SMALL_LEAST) / 4096);
+        if let Some(pages) = self.mmu_pages_of_vcpu(vcpus).or_else(of_small) {
             mmu.set_budget(&cpu, pages);
         }
         mmu
@@ -52,7 +56,7 @@ impl VmState {
         pages.map(|pages| pages as usize / vcpus.max(1))
     }
 
-    /// Bytes of a guest's memory that are fewer than those for which the bound of translated code is made.
+    /// Bytes of a guest's memory that are fewer than those for which the bounds of translated code and of address spaces are made.
     pub(crate) fn small_memory(&self) -> Option<usize> {
         let bytes = usize::try_from(self.memory.table().bytes()).ok()?;
         (bytes != 0 && bytes < SMALL).then_some(bytes)
