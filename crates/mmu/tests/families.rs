@@ -129,7 +129,7 @@ impl Guest {
         }
         self.owners[pcid as usize] = Some(root);
         (self.current, self.pcids[root]) = (root, pcid);
-        self.m.cpu.cr3 = ROOT + root as u64 * 4096 | pcid;
+        self.m.cpu.cr3 = (ROOT + root as u64 * 4096) | pcid;
         self.m.mmu.load_cr3(&mut self.m.cpu, !keeps).unwrap();
     }
 
@@ -243,7 +243,7 @@ fn entry(m: &Machine, root: u64, gva: u64, level: u32, pool: &mut u64) -> u64 {
 fn leaf(n: usize, to: u64, flags: u64) -> u64 {
     let mut entry = P | A | D;
     entry |= match n {
-        4 => PS | (RAM / 2 + (to % 2 << 21)),
+        4 => PS | (RAM / 2 + ((to % 2) << 21)),
         _ => RAM - 0x10_0000 + (to << 12),
     };
     match flags {
@@ -284,13 +284,13 @@ fn roots_with_the_same_code_have_one_epoch() {
         }
         let mut epochs = [0; ROOTS];
         for round in 0..6 {
-            for root in 0..ROOTS {
+            for (root, epoch) in epochs.iter_mut().enumerate() {
                 guest.load(root, root as u64 % PCIDS, false);
                 let nr_pages = if root == ROOTS - 1 { 1 } else { GVAS.len() };
                 for gva in &GVAS[..nr_pages] {
                     guest.fetch(*gva);
                 }
-                epochs[root] = guest.m.mmu.front().target_epoch(&guest.m.cpu);
+                *epoch = guest.m.mmu.front().target_epoch(&guest.m.cpu);
             }
             if round > 0 {
                 assert!(
