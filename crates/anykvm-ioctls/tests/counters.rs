@@ -252,6 +252,31 @@ fn a_write_counts_where_it_disables() {
     }
 }
 
+/// IA32_A_PMC0 of a counter with more bits than WRMSR to IA32_PMC0 could set.
+fn reads_in_full_width(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    a.mov(ecx, FULL_WIDTH_PMC0)?;
+    a.mov(eax, 0x9000_0001_u32)?;
+    a.mov(edx, 0x1234)?;
+    a.wrmsr()?;
+    a.xor(eax, eax)?;
+    a.rdmsr()?;
+    a.mov(ebx, eax)?;
+    a.shl(rdx, 32)?;
+    a.or(rbx, rdx)?;
+    a.out(u32::from(PORT), al)
+}
+
+#[test]
+fn a_guest_reads_a_counter_in_full_width() {
+    let m = Machine::new();
+    m.load(CODE, reads_in_full_width);
+    let mut vcpu = Vendor::Intel.vcpu(&m, CODE);
+    assert!(set_msr(&vcpu, PERF_CAPABILITIES, 1 << 13));
+    finish(&mut vcpu);
+    assert_eq!(vcpu.get_regs().unwrap().rbx, 0x1234_9000_0001);
+    assert_eq!(msr(&vcpu, FULL_WIDTH_PMC0), 0x1234_9000_0001);
+}
+
 #[test]
 fn what_is_listed_is_saved_and_restored() {
     let m = machine(false);
