@@ -252,6 +252,74 @@ fn a_write_counts_where_it_disables() {
     }
 }
 
+/// In each of [`ROUNDS`]: a load, a store, an instruction that is both at one place, and one at two places. The last is
+/// RET, a load.
+fn loads_and_stores(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    let [mut turn, mut function, mut end] = [(); 3].map(|()| a.create_label());
+    a.mov(r8d, ROUNDS as u32)?;
+    a.mov(rsi, 0x5000_u64)?;
+    a.set_label(&mut turn)?;
+    a.mov(eax, dword_ptr(rsi))?;
+    a.mov(dword_ptr(rsi), eax)?;
+    a.inc(dword_ptr(rsi))?;
+    a.push(qword_ptr(rsi))?;
+    a.lea(rsp, qword_ptr(rsp + 8))?;
+    a.dec(r8d)?;
+    a.jne(turn)?;
+    a.call(function)?;
+    a.jmp(end)?;
+    a.set_label(&mut function)?;
+    a.ret()?;
+    a.set_label(&mut end)?;
+    a.out(u32::from(PORT), al)
+}
+
+const ROUNDS: u64 = 5000;
+
+#[test]
+fn loads_and_stores_count() {
+    let [loads, stores] = [ROUNDS * 2 + 1; 2];
+    for (vendor, events) in [
+        (
+            Vendor::Intel,
+            // Loads, stores, either.
+            vec![
+                (0x81d0, loads + ROUNDS),
+                (0x82d0, stores + ROUNDS),
+                (0x83d0, 4 * ROUNDS + 2),
+                (0x80d0, 0),
+            ],
+        ),
+        (
+            Vendor::Amd,
+            // Loads, stores, both at one place, and sums of these.
+            vec![
+                (0x129, loads),
+                (0x229, stores),
+                (0x429, ROUNDS),
+                (0x329, loads + stores),
+                (0x729, loads + stores + ROUNDS),
+            ],
+        ),
+    ] {
+        let m = Machine::new();
+        m.load(CODE, loads_and_stores);
+        let mut vcpu = vendor.vcpu(&m, CODE);
+        // First of all the code has been translated.
+        start(&vcpu, CODE);
+        finish(&mut vcpu);
+        for (n, (event, _)) in (0..).zip(&events) {
+            assert!(set_msr(&vcpu, vendor.select(n), ON | event));
+        }
+        start(&vcpu, CODE);
+        finish(&mut vcpu);
+        for (n, (event, expected)) in (0..).zip(&events) {
+            let counted = msr(&vcpu, vendor.counter(n));
+            assert_eq!(counted, *expected, "{vendor:?} {event:#x}");
+        }
+    }
+}
+
 /// IA32_A_PMC0 of a counter with more bits than WRMSR to IA32_PMC0 could set.
 fn reads_in_full_width(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.mov(ecx, FULL_WIDTH_PMC0)?;
