@@ -49,6 +49,18 @@ const STEPS: &[(&str, Task)] = &[
         Own(|| crate::selftests::run(&crate::selftests::Options::default())),
     ),
     (
+        "KVM selftests of counters",
+        Own(|| {
+            crate::selftests::run(&crate::selftests::Options {
+                source: crate::selftests::Source::Linux6_12,
+                names: ["x86_64/pmu_counters_test", "x86_64/pmu_event_filter_test"]
+                    .map(str::to_owned)
+                    .into(),
+                ..crate::selftests::Options::default()
+            })
+        }),
+    ),
+    (
         "guests",
         Own(|| {
             crate::guests::run(&crate::guests::Options {

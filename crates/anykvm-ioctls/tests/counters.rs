@@ -252,6 +252,99 @@ fn a_write_counts_where_it_disables() {
     }
 }
 
+/// In each of [`ROUNDS`]: a load, a store, an instruction that is both at one place, and one at two places. The last is
+/// RET, a load.
+fn loads_and_stores(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    let [mut turn, mut function, mut end] = [(); 3].map(|()| a.create_label());
+    a.mov(r8d, ROUNDS as u32)?;
+    a.mov(rsi, 0x5000_u64)?;
+    a.set_label(&mut turn)?;
+    a.mov(eax, dword_ptr(rsi))?;
+    a.mov(dword_ptr(rsi), eax)?;
+    a.inc(dword_ptr(rsi))?;
+    a.push(qword_ptr(rsi))?;
+    a.lea(rsp, qword_ptr(rsp + 8))?;
+    a.dec(r8d)?;
+    a.jne(turn)?;
+    a.call(function)?;
+    a.jmp(end)?;
+    a.set_label(&mut function)?;
+    a.ret()?;
+    a.set_label(&mut end)?;
+    a.out(u32::from(PORT), al)
+}
+
+const ROUNDS: u64 = 5000;
+
+#[test]
+fn loads_and_stores_count() {
+    let [loads, stores] = [ROUNDS * 2 + 1; 2];
+    for (vendor, events) in [
+        (
+            Vendor::Intel,
+            // Loads, stores, either.
+            vec![
+                (0x81d0, loads + ROUNDS),
+                (0x82d0, stores + ROUNDS),
+                (0x83d0, 4 * ROUNDS + 2),
+                (0x80d0, 0),
+            ],
+        ),
+        (
+            Vendor::Amd,
+            // Loads, stores, both at one place, and sums of these.
+            vec![
+                (0x129, loads),
+                (0x229, stores),
+                (0x429, ROUNDS),
+                (0x329, loads + stores),
+                (0x729, loads + stores + ROUNDS),
+            ],
+        ),
+    ] {
+        let m = Machine::new();
+        m.load(CODE, loads_and_stores);
+        let mut vcpu = vendor.vcpu(&m, CODE);
+        // First of all the code has been translated.
+        start(&vcpu, CODE);
+        finish(&mut vcpu);
+        for (n, (event, _)) in (0..).zip(&events) {
+            assert!(set_msr(&vcpu, vendor.select(n), ON | event));
+        }
+        start(&vcpu, CODE);
+        finish(&mut vcpu);
+        for (n, (event, expected)) in (0..).zip(&events) {
+            let counted = msr(&vcpu, vendor.counter(n));
+            assert_eq!(counted, *expected, "{vendor:?} {event:#x}");
+        }
+    }
+}
+
+/// IA32_A_PMC0 of a counter with more bits than WRMSR to IA32_PMC0 could set.
+fn reads_in_full_width(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    a.mov(ecx, FULL_WIDTH_PMC0)?;
+    a.mov(eax, 0x9000_0001_u32)?;
+    a.mov(edx, 0x1234)?;
+    a.wrmsr()?;
+    a.xor(eax, eax)?;
+    a.rdmsr()?;
+    a.mov(ebx, eax)?;
+    a.shl(rdx, 32)?;
+    a.or(rbx, rdx)?;
+    a.out(u32::from(PORT), al)
+}
+
+#[test]
+fn a_guest_reads_a_counter_in_full_width() {
+    let m = Machine::new();
+    m.load(CODE, reads_in_full_width);
+    let mut vcpu = Vendor::Intel.vcpu(&m, CODE);
+    assert!(set_msr(&vcpu, PERF_CAPABILITIES, 1 << 13));
+    finish(&mut vcpu);
+    assert_eq!(vcpu.get_regs().unwrap().rbx, 0x1234_9000_0001);
+    assert_eq!(msr(&vcpu, FULL_WIDTH_PMC0), 0x1234_9000_0001);
+}
+
 #[test]
 fn what_is_listed_is_saved_and_restored() {
     let m = machine(false);

@@ -35,19 +35,42 @@ fn port(exit: VcpuExit<'_>) -> u16 {
     }
 }
 
+/// IA32_PERF_CAPABILITIES, IA32_ARCH_CAPABILITIES, MSR_PLATFORM_INFO, IA32_BIOS_SIGN_ID.
+const FEATURES: [u32; 4] = [0x345, 0x10a, 0xce, 0x8b];
+
 #[test]
-fn all_of_linux_6_1_and_no_other() {
+fn without_the_quirk_msrs_of_features_begin_as_zero() {
+    let quirk = KVM_X86_QUIRK_STUFF_FEATURE_MSRS;
+    let all = |quirks| {
+        let vm = Kvm::new().unwrap().create_vm().unwrap();
+        disable(&vm, KVM_CAP_DISABLE_QUIRKS2, quirks).unwrap();
+        let entries = FEATURES.map(|index| kvm_msr_entry {
+            index,
+            ..Default::default()
+        });
+        let mut msrs = Msrs::from_entries(&entries).unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
+        assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), FEATURES.len());
+        [0, 1, 2, 3].map(|n| msrs.as_slice()[n].data)
+    };
+    let stuffed = all(0);
+    assert!(stuffed[2] != 0 && stuffed[3] != 0, "{stuffed:x?}");
+    assert_eq!(all(quirk), [0; 4]);
+}
+
+#[test]
+fn all_of_linux_6_14_and_no_other() {
     let g = Guest::new(&[0xf4], true);
     assert_eq!(g.vm.check_extension_raw(KVM_CAP_DISABLE_QUIRKS.into()), 1);
     assert_eq!(
         g.vm.check_extension_raw(KVM_CAP_DISABLE_QUIRKS2.into()),
-        0x7f
+        0x1ff
     );
     for (cap, quirks, result) in [
-        (KVM_CAP_DISABLE_QUIRKS2, 0x7f, Ok(())),
-        (KVM_CAP_DISABLE_QUIRKS2, 0x80, Err(libc::EINVAL)),
+        (KVM_CAP_DISABLE_QUIRKS2, 0x1ff, Ok(())),
+        (KVM_CAP_DISABLE_QUIRKS2, 0x200, Err(libc::EINVAL)),
         // The older one never refused any.
-        (KVM_CAP_DISABLE_QUIRKS, 0x80, Ok(())),
+        (KVM_CAP_DISABLE_QUIRKS, 0x200, Ok(())),
         (KVM_CAP_DISABLE_QUIRKS2, 0, Ok(())),
     ] {
         assert_eq!(disable(&g.vm, cap, quirks), result, "{cap} {quirks:#x}");

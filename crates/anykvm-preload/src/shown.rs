@@ -1,5 +1,5 @@
 //! Files that describe the machine's own KVM, in place of which scripts and VMMs see ours: the processor's flag in
-//! `/proc/cpuinfo`, if the processor shows neither VMX nor SVM, and the module's parameter for the PMU.
+//! `/proc/cpuinfo`, if the processor shows neither VMX nor SVM, and parameters of the modules.
 
 use std::borrow::Cow;
 
@@ -9,16 +9,20 @@ use crate::cpuid::{self, Vendor};
 use crate::next::next;
 
 const CPUINFO: &std::ffi::CStr = c"/proc/cpuinfo";
-/// The parameter that says that guests have performance counters.
-const ENABLE_PMU: &std::ffi::CStr = c"/sys/module/kvm/parameters/enable_pmu";
+/// Parameters of the modules: guests have performance counters, and no local APIC is the processor's (AVIC, APICv).
+const PARAMETERS: &[(&std::ffi::CStr, &[u8])] = &[
+    (c"/sys/module/kvm/parameters/enable_pmu", b"Y\n"),
+    (c"/sys/module/kvm_amd/parameters/avic", b"N\n"),
+    (c"/sys/module/kvm_intel/parameters/enable_apicv", b"N\n"),
+];
 
 /// A file that is shown in place of the machine's.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Shown {
     /// `/proc/cpuinfo` with the flag of this vendor.
     Cpuinfo(Vendor),
-    /// [`ENABLE_PMU`].
-    EnablePmu,
+    /// One of [`PARAMETERS`], which has this text.
+    Parameter(&'static [u8]),
 }
 
 /// Returns the file that a program sees in place of this one, if it opens it to read only.
@@ -37,14 +41,16 @@ pub(crate) unsafe fn wanted(path: *const c_char, flags: c_int) -> Option<Shown> 
     let path = unsafe { std::ffi::CStr::from_ptr(path) };
     match path {
         _ if path == CPUINFO => cpuid::lacking().map(Shown::Cpuinfo),
-        _ if path == ENABLE_PMU => Some(Shown::EnablePmu),
-        _ => None,
+        _ => {
+            let found = PARAMETERS.iter().find(|(name, _)| *name == path);
+            found.map(|(_, text)| Shown::Parameter(text))
+        }
     }
 }
 
-/// Returns true for the name of a parameter of the module.
+/// Returns true for the name of a parameter of one of the modules.
 pub(crate) fn is_module_s(name: &[u8]) -> bool {
-    name.starts_with(b"/sys/module/kvm/")
+    name.starts_with(b"/sys/module/kvm")
 }
 
 /// Opens the file. `None` if that is impossible: the machine's own file is used then.
@@ -52,7 +58,7 @@ pub(crate) fn open(shown: Shown, flags: c_int) -> Option<c_int> {
     let text: Cow<'_, [u8]> = match shown {
         Shown::Cpuinfo(Vendor::Intel) => with_flag(&read()?, b" vmx").into(),
         Shown::Cpuinfo(Vendor::Amd) => with_flag(&read()?, b" svm").into(),
-        Shown::EnablePmu => b"Y\n"[..].into(),
+        Shown::Parameter(text) => text.into(),
     };
     let keeps = flags & libc::O_CLOEXEC == 0;
     let name = c"anykvm".as_ptr() as usize;

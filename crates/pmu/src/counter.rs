@@ -8,6 +8,7 @@ use crate::MASK;
 pub const CYCLES: usize = STREAMS;
 /// Number of streams of retired events, and cycles.
 pub const SLOTS: usize = STREAMS + 1;
+const _: () = assert!(SLOTS <= u16::BITS as usize);
 
 /// What has been counted since the vCPU began, at CPL 0 and at other levels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,11 +22,18 @@ pub(crate) mod levels {
 }
 
 impl Tally {
-    pub(crate) fn sum(&self, slot: usize, levels: u8) -> u64 {
-        let of = |level: usize| self.0[level].get(slot).copied().unwrap_or(0);
-        let os = if levels & levels::OS != 0 { of(0) } else { 0 };
-        let usr = if levels & levels::USR != 0 { of(1) } else { 0 };
-        os.wrapping_add(usr)
+    /// Returns the sum of what is tallied at these levels in these slots, a bit each.
+    pub(crate) fn sum(&self, slots: u16, levels: u8) -> u64 {
+        let mut sum = 0_u64;
+        for (level, tally) in self.0.iter().enumerate() {
+            let mut rest = if levels >> level & 1 != 0 { slots } else { 0 };
+            while rest != 0 {
+                let slot = rest.trailing_zeros() as usize;
+                sum = sum.wrapping_add(tally.get(slot).copied().unwrap_or(0));
+                rest &= rest - 1;
+            }
+        }
+        sum
     }
 }
 
@@ -35,18 +43,16 @@ pub(crate) struct Counter {
     /// The counter's value when the tally was `since`.
     value: u64,
     since: u64,
-    /// The index in the tally of what is counted, if anything is.
-    slot: Option<u8>,
+    /// The slots of the tally whose sum is counted, a bit each.
+    slots: u16,
     levels: u8,
 }
 
 impl Counter {
     /// Returns the number of events since the value was stored.
     fn counted(&self, now: &Tally) -> u64 {
-        match self.slot {
-            Some(slot) => now.sum(slot.into(), self.levels).wrapping_sub(self.since),
-            None => 0,
-        }
+        let sum = now.sum(self.slots, self.levels);
+        sum.wrapping_sub(self.since)
     }
     /// Returns the counter's value now.
     pub(crate) fn value(&self, now: &Tally) -> u64 {
@@ -55,11 +61,11 @@ impl Counter {
     /// Sets the counter's value.
     pub(crate) fn set(&mut self, value: u64, now: &Tally) {
         self.value = value & MASK;
-        self.since = self.slot.map_or(0, |s| now.sum(s.into(), self.levels));
+        self.since = now.sum(self.slots, self.levels);
     }
     /// Adds what has been counted to the value. Returns true if the counter has overflowed.
     pub(crate) fn settle(&mut self, now: &Tally) -> bool {
-        if self.slot.is_none() {
+        if self.slots == 0 {
             return false;
         }
         let sum = self.value.saturating_add(self.counted(now));
@@ -67,15 +73,15 @@ impl Counter {
         sum > MASK
     }
     /// Makes the counter, which has been settled, count something else or nothing.
-    pub(crate) fn program(&mut self, slot: Option<usize>, levels: u8, now: &Tally) {
+    pub(crate) fn program(&mut self, slots: u16, levels: u8, now: &Tally) {
         let value = self.value;
-        self.slot = slot.filter(|_| levels != 0).map(|s| s as u8);
+        self.slots = if levels == 0 { 0 } else { slots };
         self.levels = levels;
         self.set(value, now);
     }
-    /// Returns the index in the tally of what is counted, if anything is.
-    pub(crate) fn slot(&self) -> Option<usize> {
-        self.slot.map(usize::from)
+    /// Returns the slots of the tally whose sum is counted, a bit each.
+    pub(crate) const fn slots(&self) -> u16 {
+        self.slots
     }
     /// Returns the levels at which events are counted.
     pub(crate) const fn levels(&self) -> u8 {

@@ -16,18 +16,46 @@ mod architectural {
     pub(super) const BRANCHES: u32 = 1 << 5;
 }
 
-/// Returns what an event select counts. `None` if that cannot be counted.
-pub(crate) fn slot(config: &Config, value: u64) -> Option<usize> {
+/// Returns what an event select counts: the slots of the tally whose sum it is, a bit each. None if that cannot be
+/// counted.
+pub(crate) fn slots(config: &Config, value: u64) -> u16 {
     // Such a select counts cycles in which so many events happen, or the first of them.
     if value & (select::CMASK | select::INV | select::EDGE) != 0 {
-        return None;
+        return 0;
     }
     let (event, mask) = (value & 0xff, (value >> 8 & 0xff) as u8);
     match config.vendor {
-        Vendor::Intel => intel(config, event as u8, mask),
-        Vendor::Amd => amd((event | value >> 24 & 0xf00) as u16, mask),
-        Vendor::None => None,
+        Vendor::Intel => match (event, mask) {
+            (0xd0, _) => mem_inst_retired(mask),
+            _ => intel(config, event as u8, mask).map_or(0, bit),
+        },
+        Vendor::Amd => match (event | value >> 24 & 0xf00) as u16 {
+            0x029 => ls_dispatch(mask),
+            event => amd(event, mask).map_or(0, bit),
+        },
+        Vendor::None => 0,
     }
+}
+
+/// Returns the streams of MEM_INST_RETIRED's unit mask.
+const fn mem_inst_retired(mask: u8) -> u16 {
+    match mask {
+        0x81 => bit(LOADS) | bit(UPDATES),
+        0x82 => bit(STORES) | bit(UPDATES),
+        0x83 => bit(MEMORY),
+        _ => 0,
+    }
+}
+
+/// Returns the streams of LS_DISPATCH's unit mask, whose bits are added up: loads, stores, and both at one place.
+///
+/// DEVIATION: what is counted is instructions that have retired, not operations that have been dispatched.
+fn ls_dispatch(mask: u8) -> u16 {
+    [LOADS, STORES, UPDATES]
+        .iter()
+        .enumerate()
+        .filter(|(n, _)| mask >> n & 1 != 0)
+        .fold(0, |all, (_, stream)| all | bit(*stream))
 }
 
 fn intel(config: &Config, event: u8, mask: u8) -> Option<usize> {

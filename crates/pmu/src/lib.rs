@@ -25,7 +25,7 @@ pub use filter::{Filter, InvalidFilter, MAX_EVENTS};
 use std::sync::Arc;
 
 use counter::{Counter, levels};
-use x86_defs::retired::INSTRUCTIONS;
+use x86_defs::retired::{INSTRUCTIONS, LOADS, RARE, STORES, bit};
 
 /// Maximum number of general counters.
 pub const MAX_GENERAL: usize = 8;
@@ -55,8 +55,7 @@ pub struct Wants {
     pub levels: u8,
     /// Streams that are counted at one of these levels, a bit each.
     pub streams: u16,
-    /// Number of events until a counter overflows whose overflow interrupts; an instruction retires at most one event
-    /// per counter.
+    /// Number of instructions until a counter can overflow whose overflow interrupts.
     pub events_left: Option<u64>,
     /// Rare streams that `events_left` does not cover, a bit each: [`Pmu::wants`] is to be called again after each of
     /// their events.
@@ -191,21 +190,30 @@ impl Pmu {
         let general = general.map(|(c, s)| (c, s & select::INT != 0));
         let fixed = (self.fixed.iter().enumerate()).map(|(n, c)| (c, self.fixed_field(n) & 8 != 0));
         for (counter, interrupts) in general.chain(fixed) {
-            let Some(slot) = counter.slot() else { continue };
-            let left = interrupts.then(|| counter.left(now));
+            let slots = counter.slots();
+            if slots == 0 {
+                continue;
+            }
+            // An instruction retires one event, or one of each.
+            let most = if slots & ONE_OR_BOTH == ONE_OR_BOTH {
+                2
+            } else {
+                1
+            };
+            let left = interrupts.then(|| counter.left(now).div_ceil(most));
             let least = |old: Option<u64>| match (old, left) {
                 (Some(a), Some(b)) => Some(a.min(b)),
                 (a, b) => a.or(b),
             };
-            if slot == CYCLES {
+            if slots == bit(CYCLES) {
                 wants.has_cycles = true;
                 wants.splits_cycles |= counter.levels() != levels::ALL;
                 wants.cycles_left = least(wants.cycles_left);
             } else {
                 wants.levels |= counter.levels();
-                wants.streams |= x86_defs::retired::bit(slot);
-                if left.is_some_and(|left| is_held(slot, left, now)) {
-                    wants.held |= x86_defs::retired::bit(slot);
+                wants.streams |= slots;
+                if left.is_some_and(|left| is_held(slots, left, now)) {
+                    wants.held |= slots;
                 } else {
                     wants.events_left = least(wants.events_left);
                 }
@@ -229,18 +237,22 @@ impl Pmu {
                 && (!self.config.has_global || self.global_ctrl >> n & 1 != 0)
                 && (self.filter.as_ref())
                     .is_none_or(|f| f.allows(self.config.vendor == Vendor::Amd, select));
-            let slot = events::slot(&self.config, select).filter(|_| enabled);
+            let slots = if enabled {
+                events::slots(&self.config, select)
+            } else {
+                0
+            };
             let of = |bit: u64, level: u8| if select & bit != 0 { level } else { 0 };
             let levels = of(select::OS, levels::OS) | of(select::USR, levels::USR);
-            self.general[n].program(slot, levels, now);
+            self.general[n].program(slots, levels, now);
         }
         for n in 0..usize::from(self.config.fixed).min(MAX_FIXED) {
             let enabled = !frozen
                 && self.global_ctrl >> (FIXED_SHIFT + n) & 1 != 0
                 && self.filter.as_ref().is_none_or(|f| f.allows_fixed(n));
             let levels = (self.fixed_field(n) & 3) as u8;
-            let slot = events::FIXED[n];
-            self.fixed[n].program(enabled.then_some(slot), levels, now);
+            let slots = if enabled { bit(events::FIXED[n]) } else { 0 };
+            self.fixed[n].program(slots, levels, now);
         }
     }
 
@@ -260,17 +272,20 @@ impl Pmu {
     }
 }
 
-/// Returns true if it is less work to look at the counter after each event of its stream than after as many
+/// Returns true if it is less work to look at the counter after each event of its streams than after as many
 /// instructions as events are left. An event costs about as much as two looks.
-fn is_held(slot: usize, left: u64, now: &Tally) -> bool {
+fn is_held(streams: u16, left: u64, now: &Tally) -> bool {
     /// With fewer instructions until an overflow, code is not translated.
     const LEAST: u64 = 64;
-    if x86_defs::retired::RARE >> slot & 1 == 0 {
+    if streams & !RARE != 0 {
         return false;
     }
-    let [instructions, events] = [INSTRUCTIONS, slot].map(|s| now.sum(s, levels::ALL));
+    let [instructions, events] = [bit(INSTRUCTIONS), streams].map(|s| now.sum(s, levels::ALL));
     left < LEAST.max(instructions / events.saturating_mul(2).max(1))
 }
+
+/// Streams of which an instruction may belong to both.
+const ONE_OR_BOTH: u16 = bit(LOADS) | bit(STORES);
 
 const fn general_bits(n: u8) -> u64 {
     (1 << n) - 1

@@ -166,30 +166,30 @@ fn amd_keeps_its_status_to_itself() {
 
 #[test]
 fn events_go_by_the_model() {
-    let slot = |config: &Config, select| events::slot(config, select);
+    let slots = |config: &Config, select| events::slots(config, select);
     let comet_lake = Config::intel([7 << 24 | 8 << 8 | 2, 0, 0], SIGNATURE);
     let ice_lake = Config {
         signature: 0x0006_06a6,
         ..comet_lake
     };
-    assert_eq!(slot(&comet_lake, 0x1c4), Some(CONDITIONAL));
-    assert_eq!(slot(&ice_lake, 0x1c4), Some(CONDITIONAL_TAKEN));
-    assert_eq!(slot(&ice_lake, 0x11c4), Some(CONDITIONAL));
-    assert_eq!(slot(&comet_lake, 0x11c4), None);
-    assert_eq!(slot(&comet_lake, 0x3c), Some(CYCLES));
-    assert_eq!(slot(&comet_lake, 0x100_00c0), None);
-    assert_eq!(slot(&comet_lake, 0xff_c0), None);
+    assert_eq!(slots(&comet_lake, 0x1c4), bit(CONDITIONAL));
+    assert_eq!(slots(&ice_lake, 0x1c4), bit(CONDITIONAL_TAKEN));
+    assert_eq!(slots(&ice_lake, 0x11c4), bit(CONDITIONAL));
+    assert_eq!(slots(&comet_lake, 0x11c4), 0);
+    assert_eq!(slots(&comet_lake, 0x3c), bit(CYCLES));
+    assert_eq!(slots(&comet_lake, 0x100_00c0), 0);
+    assert_eq!(slots(&comet_lake, 0xff_c0), 0);
     let none = Config {
         unavailable: 1 << 1,
         ..comet_lake
     };
-    assert_eq!(slot(&none, 0xc0), None);
+    assert_eq!(slots(&none, 0xc0), 0);
     let zen = Config::amd(true, [0; 2], 0);
-    assert_eq!(slot(&zen, 0xd1), Some(CONDITIONAL));
-    assert_eq!(slot(&zen, 0x76), Some(CYCLES));
+    assert_eq!(slots(&zen, 0xd1), bit(CONDITIONAL));
+    assert_eq!(slots(&zen, 0x76), bit(CYCLES));
     // Event 0x120 has its upper four bits in another place of the select.
-    assert_eq!(slot(&zen, 0x1_0000_0020), None);
-    assert_eq!(slot(&zen, 0x1_0000_0120), Some(CYCLES));
+    assert_eq!(slots(&zen, 0x1_0000_0020), 0);
+    assert_eq!(slots(&zen, 0x1_0000_0120), bit(CYCLES));
 }
 
 #[test]
@@ -254,4 +254,21 @@ fn rare_events_do_not_bound_what_is_executed_at_once() {
         let wants = pmu.wants(&now);
         assert_eq!((wants.held, wants.events_left), (held, events_left));
     }
+}
+
+#[test]
+fn what_loads_and_stores_may_come_twice_an_instruction() {
+    let mut pmu = amd();
+    let select = 0x53_0029;
+    for (mask, left, events_left) in [(1, 9, 9), (4, 9, 9), (3, 9, 5), (7, 9, 5), (3, 1, 1)] {
+        let now = at(0, 0);
+        set(&mut pmu, AMD64_PERFEVTSEL0_CORE, 0, &now);
+        set(&mut pmu, AMD64_PERFEVTSEL0_CORE + 1, MASK + 1 - left, &now);
+        set(&mut pmu, AMD64_PERFEVTSEL0_CORE, select | mask << 8, &now);
+        let wants = pmu.wants(&now);
+        assert_eq!((wants.held, wants.events_left), (0, Some(events_left)));
+    }
+    // None of its unit masks.
+    set(&mut pmu, AMD64_PERFEVTSEL0_CORE, select | 8 << 8, &at(0, 0));
+    assert_eq!(pmu.wants(&at(0, 0)), Wants::default());
 }

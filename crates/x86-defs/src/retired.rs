@@ -25,8 +25,19 @@ pub const NEAR_RETURNS: usize = 8;
 pub const NEAR_INDIRECT: usize = 9;
 /// Far transfers.
 pub const FAR: usize = 10;
+/// Number of streams that translated code can count. The interpreter counts the others too.
+pub const TRANSLATED: usize = 11;
+/// Instructions that read memory, also a stack, and are not [`UPDATES`].
+pub const LOADS: usize = 11;
+/// Instructions that write memory, also a stack, and are not [`UPDATES`].
+pub const STORES: usize = 12;
+/// Instructions that read a place in memory and write it again.
+pub const UPDATES: usize = 13;
+/// Instructions that read or write memory. One that reads one place and writes another belongs to [`LOADS`] and to
+/// [`STORES`], and is one here.
+pub const MEMORY: usize = 14;
 /// Number of streams.
-pub const STREAMS: usize = 11;
+pub const STREAMS: usize = 15;
 
 /// Streams with few events in most programs: calls, returns, indirect branches and far transfers. Whether an
 /// instruction belongs to one follows from its form alone.

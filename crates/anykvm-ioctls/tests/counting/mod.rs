@@ -11,12 +11,14 @@ use crate::{guest::set_msr, long_mode::Machine};
 
 pub(crate) const PERFEVTSEL0: u32 = 0x186;
 pub(crate) const PMC0: u32 = 0xc1;
+/// IA32_A_PMC0.
+pub(crate) const FULL_WIDTH_PMC0: u32 = 0x4c1;
 pub(crate) const GLOBAL_STATUS: u32 = 0x38e;
 pub(crate) const GLOBAL_CTRL: u32 = 0x38f;
 pub(crate) const GLOBAL_OVF_CTRL: u32 = 0x390;
 pub(crate) const CORE_SELECT0: u32 = 0xc001_0200;
 pub(crate) const CORE_STATUS: u32 = 0xc000_0300;
-const PERF_CAPABILITIES: u32 = 0x345;
+pub(crate) const PERF_CAPABILITIES: u32 = 0x345;
 const DEBUGCTL: u32 = 0x1d9;
 /// EN, OS, USR.
 pub(crate) const ON: u64 = 0x43_0000;

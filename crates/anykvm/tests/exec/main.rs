@@ -551,9 +551,12 @@ fn programs_that_look_for_kvm_by_files_find_it() {
         let output = exec(&command);
         assert_eq!(output.status.code(), Some(0), "{command:?}");
     }
-    let pmu = "read answer </sys/module/kvm/parameters/enable_pmu && test $answer = Y";
+    let parameters = "read pmu </sys/module/kvm/parameters/enable_pmu
+        read avic </sys/module/kvm_amd/parameters/avic
+        read apicv </sys/module/kvm_intel/parameters/enable_apicv
+        test $pmu$avic$apicv = YNN";
     for shell in [&["sh"][..], &["/usr/bin/busybox", "ash"]] {
-        let output = exec(&[shell, &["-c", pmu]].concat());
+        let output = exec(&[shell, &["-c", parameters]].concat());
         assert_eq!(output.status.code(), Some(0), "{shell:?}");
     }
     for (tool, arguments) in [("kvm-ok", &[][..]), ("virt-host-validate", &["qemu"])] {

@@ -131,6 +131,8 @@ const fn is_there(cap: u32) -> bool {
             | KVM_CAP_HYPERV_EVENTFD
             | KVM_CAP_HYPERV_TLBFLUSH
             | KVM_CAP_REINJECT_CONTROL
+            // KVM_RUN_X86_GUEST_MODE is never set, as there are no nested guests.
+            | KVM_CAP_X86_GUEST_MODE
     )
 }
 

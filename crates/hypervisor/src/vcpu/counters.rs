@@ -32,6 +32,10 @@ fn is_counter(index: u32) -> bool {
     .iter()
     .any(|(first, n)| index.wrapping_sub(*first) < *n)
 }
+/// True for the registers by which general counters are written in full width, which no VMM saves.
+fn is_in_full_width(index: u32) -> bool {
+    index.wrapping_sub(IA32_A_PMC0) < 8
+}
 
 impl Bus {
     /// Reconfigures the counters after KVM_SET_CPUID2 or a write of IA32_PERF_CAPABILITIES.
@@ -80,7 +84,7 @@ impl Bus {
             let shown = host || super::cpuid::shows_perf_capabilities(&self.cpuid);
             return Some(shown.then_some(self.pmu.capabilities));
         }
-        if !is_counter(index) {
+        if !is_counter(index) && !is_in_full_width(index) {
             return None;
         }
         let now = self.pmu.tally(&cpu.retired);
@@ -122,7 +126,7 @@ impl Bus {
             }
             return Some(good);
         }
-        if !is_counter(index) && index.wrapping_sub(IA32_A_PMC0) >= 8 {
+        if !is_counter(index) && !is_in_full_width(index) {
             return None;
         }
         let (now, own) = self.tally_at_write(cpu, host);

@@ -102,7 +102,14 @@ impl Vcpu {
             // The service thread gives the code huge pages. Without it, code stays in small pages.
             let _ = vm.service_thread.add(jit.code_views());
         }
+        let stuffs = vm.options.has_quirk(KVM_X86_QUIRK_STUFF_FEATURE_MSRS);
         let mut bus = Bus::new(vm, Arc::clone(&shared), mmu);
+        if !stuffs {
+            // The VMM says what the processor can do, by MSRs as by CPUID.
+            let m = &mut cpu.msr;
+            (m.arch_capabilities, m.platform_info, m.ucode_rev) = (0, 0, 0);
+            bus.pmu.capabilities = 0;
+        }
         // Paging is off in a fresh vCPU, so nothing can fault.
         let _ = bus.load_root(&mut cpu);
         bus.select_view(&mut cpu);

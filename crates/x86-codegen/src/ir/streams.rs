@@ -19,7 +19,7 @@ pub struct Streams(u8);
 const SEVERAL: u8 = 12;
 const AND_TAKEN: u8 = 1;
 const HOLDS: u8 = 2;
-const _: () = assert!(STREAMS <= SEVERAL as usize && SEVERAL | AND_TAKEN | HOLDS == 15);
+const _: () = assert!(TRANSLATED <= SEVERAL as usize && SEVERAL | AND_TAKEN | HOLDS == 15);
 
 /// The most sums besides that of instructions in the countdown, from the lowest bits up, and in memory.
 pub(crate) const IN_COUNTDOWN: usize = 3;
@@ -52,10 +52,10 @@ const SUMS_WITH_TAKEN: [usize; SUMS] = [
 /// Streams that depend on whether a conditional branch is taken.
 const OF_TAKEN: u16 =
     bit(CONDITIONAL_TAKEN) | bit(CONDITIONAL_NOT_TAKEN) | bit(NEAR_TAKEN) | bit(TAKEN);
-const SINGLE: [[usize; 1]; STREAMS] = {
-    let mut single = [[0]; STREAMS];
+const SINGLE: [[usize; 1]; TRANSLATED] = {
+    let mut single = [[0]; TRANSLATED];
     let mut n = 0;
-    while n < STREAMS {
+    while n < TRANSLATED {
         single[n] = [n];
         n += 1;
     }
@@ -63,7 +63,11 @@ const SINGLE: [[usize; 1]; STREAMS] = {
 };
 
 impl Streams {
-    /// Returns what has to be counted for a mask of streams that somebody counts.
+    /// Returns true if translated code can count all streams of the mask.
+    pub const fn are_countable(mask: u16) -> bool {
+        mask >> TRANSLATED == 0
+    }
+    /// Returns what has to be counted for a mask of streams that somebody counts, all of which are countable.
     pub const fn of(mask: u16) -> Self {
         let others = mask & !bit(INSTRUCTIONS);
         match others.count_ones() {
@@ -110,7 +114,7 @@ impl Streams {
         match (self.are_several(), self.has_taken()) {
             (true, false) => &SUMS_OF_SEVERAL,
             (true, true) => &SUMS_WITH_TAKEN,
-            _ => &SINGLE[self.0 as usize % STREAMS],
+            _ => &SINGLE[self.0 as usize % TRANSLATED],
         }
     }
     /// Returns all streams that follow from the sums.
@@ -156,7 +160,7 @@ mod tests {
             branches | bit(NEAR_RETURNS),
             branches | bit(FAR),
         ];
-        let all = (0..1 << STREAMS).flat_map(|w| [(w, Streams::of(w)), (w, Streams::held(w))]);
+        let all = (0..1 << TRANSLATED).flat_map(|w| [(w, Streams::of(w)), (w, Streams::held(w))]);
         for (wanted, streams) in all {
             assert_eq!(wanted & !bit(INSTRUCTIONS) & !streams.covered(), 0);
             assert_eq!(Streams::of_number(streams.number().into()), streams);

@@ -31,7 +31,10 @@ pub(crate) fn is_countable(cpu: &CpuState) -> bool {
     let r = &cpu.retired;
     // If no stream is counted, only `left` counts down, and nothing is translated for that. While counters stand still
     // in SMM, the bus settles them whenever the view changes, which may be in the middle of a block.
-    cpu.msr.debugctl & FREEZE_WHILE_SMM == 0 && r.streams != 0 && r.left >= exact::LEAST
+    cpu.msr.debugctl & FREEZE_WHILE_SMM == 0
+        && r.streams != 0
+        && Streams::are_countable(r.streams)
+        && r.left >= exact::LEAST
 }
 
 /// Returns true if nothing has to be looked at between two instructions. Code with segments is not translated while it
