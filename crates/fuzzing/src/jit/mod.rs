@@ -18,7 +18,7 @@ use core::fmt::Write as _;
 use iced_x86::{Decoder, DecoderOptions, FastFormatter, FlowControl};
 use mmu::Policy;
 use x86_cpu::CpuState;
-use x86_defs::retired::{INSTRUCTIONS, RARE, STREAMS, bit};
+use x86_defs::retired::{INSTRUCTIONS, RARE, TRANSLATED, bit};
 use x86_interp::RunStop;
 use x86_native::{decoded_flags, oracle::AREA_SIZE};
 
@@ -214,8 +214,8 @@ fn counting(seed: u64) -> Counting {
     if x & 1 == 0 {
         return Counting::default();
     }
-    let stream = bit((x >> 1 & 0xf) as usize % STREAMS);
-    let other = bit((x >> 5 & 0xf) as usize % STREAMS);
+    let stream = bit((x >> 1 & 0xf) as usize % TRANSLATED);
+    let other = bit((x >> 5 & 0xf) as usize % TRANSLATED);
     Counting {
         levels: 1 + (x >> 9 & 0xff) as u8 % 3,
         streams: match x >> 17 & 3 {
@@ -224,7 +224,7 @@ fn counting(seed: u64) -> Counting {
             2 => stream,
             // Two streams, or any number of them.
             _ if x >> 40 & 1 == 0 => stream | other,
-            _ => stream | other | (x >> 41) as u16 & (bit(STREAMS) - 1),
+            _ => stream | other | (x >> 41) as u16 & (bit(TRANSLATED) - 1),
         },
         held: match x >> 52 & 3 {
             0 => (x >> 50) as u16 & RARE,
