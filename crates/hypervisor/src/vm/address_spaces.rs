@@ -11,9 +11,8 @@ use crate::{Error, Result, shared::request};
 
 /// A guest with less memory than that is small.
 const SMALL: usize = 256 << 20;
-/// Part of a small guest's memory that the address spaces of one of its vCPUs may take, and how much they may at least.
-const SMALL_PART: usize = 8;
-const SMALL_LEAST: usize = 8 << 20;
+/// Pages that the address spaces of a small guest's vCPU may take.
+const SMALL_PAGES: usize = (48 << 20) / 4096;
 
 impl Vm {
     /// KVM_SET_NR_MMU_PAGES: EINVAL below KVM's least. vCPUs have the pages in equal shares; one that runs
@@ -42,7 +41,7 @@ impl VmState {
         let mut mmu = Mmu::new(Arc::clone(&self.memory));
         let cpu = CpuState::default();
         mmu.set_policy(&cpu, self.engine.translations);
-        let of_small = || Some((self.small_memory()? / SMALL_PART).max(SMALL_LEAST) / 4096);
+        let of_small = || self.small_memory().map(|_| SMALL_PAGES);
         if let Some(pages) = self.mmu_pages_of_vcpu(vcpus).or_else(of_small) {
             mmu.set_budget(&cpu, pages);
         }
