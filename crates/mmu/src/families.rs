@@ -91,7 +91,7 @@ impl Families {
 
     /// Ends all families.
     pub(crate) fn clear(&mut self) {
-        self.0.iter_mut().for_each(|f| f.stamp = 0);
+        *self = Self::default();
     }
 }
 
@@ -178,10 +178,7 @@ impl Mmu {
         let found = known.into_iter().find(|n| self.leads_to(cpu, *n, 0));
         let tick = self.next_tick();
         let family = found.unwrap_or_else(|| {
-            let oldest = (0..FAMILIES).min_by_key(|n| {
-                let f = &self.families.0[*n];
-                if f.stamp == 0 { 0 } else { f.used }
-            });
+            let oldest = (0..FAMILIES).min_by_key(|n| self.families.0[*n].used);
             let oldest = oldest.unwrap_or(0);
             self.families.0[oldest] = Family {
                 stamp: tick,
