@@ -99,7 +99,7 @@ fn agreed(outcome: &Outcome, cpus: u32) -> Result<String, String> {
         return Err(format!(
             "lock-step: status {:?}, output {text:?}\n{}",
             outcome.status,
-            outcome.last_words(80)
+            outcome.last_words(400)
         ));
     }
     let errors = String::from_utf8_lossy(&outcome.stderr);

@@ -8,7 +8,8 @@
 //! inner:  = saved, or flags saved first: entered by a link with flags in RFLAGS
 //! ```
 //!
-//! A trace goes through several pages ([`inline`]). The other pages are compared at `saved`, too.
+//! A trace goes through several pages ([`inline`]). The other pages are compared at `saved`, too. Until then, only the
+//! first page's code says which flags are live.
 //!
 //! An instruction that straddles two pages is a block of its own. It can be entered only from outside, where both pages
 //! are checked; its other entries lead there through the target table.
@@ -64,7 +65,7 @@ use crate::{
     codegen::trampolines::{AllTrampolines, Trampolines},
     frame::words::*,
     ir::branch::{is_loop, target},
-    ir::decoded::Decoded,
+    ir::decoded::{Decoded, live_before_pages},
     ir::lowering::{Form, Forms, Lowering},
     ir::lowering::{has_short_address, has_short_words},
     ir::mode::Mode,
@@ -241,13 +242,14 @@ impl Translator {
         self.input.source = sources.first().copied().unwrap_or_default();
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
+        let live_before_pages = live_before_pages(insns);
         // A block that only links lead to gets no outer entry yet.
         let is_apart = how.is_linked && sources.len() == 1;
         let outer = if is_apart { 0 } else { self.asm.here() };
         if !is_apart {
             self.check(sources, offset);
         }
-        let mut inner = (how.falls && live != 0).then(|| self.asm.here());
+        let mut inner = (how.falls && live_before_pages != 0).then(|| self.asm.here());
         if inner.is_some() {
             save_flags(&mut self.asm);
         }
@@ -263,7 +265,7 @@ impl Translator {
         let again = self.asm.here();
         let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
         let counts = self.state.tally.counts();
-        let polls = !is_apart || how.polls || goes_back || live != 0 || counts;
+        let polls = !is_apart || how.polls || goes_back || live_before_pages != 0 || counts;
         if polls {
             self.poll(insns.len(), offset, None);
         }
@@ -277,7 +279,7 @@ impl Translator {
             saved = self.asm.here();
             self.cross_page(offset, offset as i32);
         }
-        if live == 0 {
+        if live_before_pages == 0 {
             inner = Some(saved);
         }
         let inner = inner.unwrap_or_else(|| {
@@ -302,7 +304,7 @@ impl Translator {
         let again = Entries {
             polled: if polls { again as u32 } else { 0 },
             saved: again as u32,
-            inner: if inner == saved { again } else { inner } as u32,
+            inner: if live == 0 { again } else { inner } as u32,
             ..entries
         };
         self.emit_stubs(hoisted.as_ref(), |page, at, split| {

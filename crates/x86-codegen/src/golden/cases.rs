@@ -515,6 +515,15 @@ const LOADS_INDIRECT: Trace = Trace {
     ..LOADS
 };
 
+/// A callee that overwrites the caller's flags, called by an instruction of five bytes behind one of two.
+const OVERWRITES: Trace = Trace {
+    callee: |a| {
+        a.xor(eax, eax)?;
+        a.ret()
+    },
+    path: &[0x100, 0x102, 0x5200, 0x5202, 0x107, 0x109],
+};
+
 const TRACES: &[Case] = &[
     case("a call and back", USER, |a| {
         a.call(0x40_5200)?;
@@ -522,6 +531,17 @@ const TRACES: &[Case] = &[
         a.ret()
     })
     .along(LOADS),
+    case(
+        "a call of what overwrites the flags: kept until the pages are compared",
+        USER,
+        |a| {
+            a.mov(esi, edi)?;
+            a.call(0x40_5200)?;
+            a.inc(eax)?;
+            a.ret()
+        },
+    )
+    .along(OVERWRITES),
     case(
         "a call and back, at one address",
         USER.with(Mode::BOUND),

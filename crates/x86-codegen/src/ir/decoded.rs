@@ -228,3 +228,14 @@ pub(crate) fn find_live(insns: &mut [Decoded]) {
         d.live_in = live;
     }
 }
+
+/// Returns the flags that are live before a trace has compared its pages: another page than the first may turn out to
+/// have other code, which may read any flag.
+pub(crate) fn live_before_pages(insns: &[Decoded]) -> u32 {
+    let (mut live, mut open) = (0, ALL);
+    for d in insns.iter().take_while(|d| d.page == 0) {
+        live |= open & u32::from(d.reads);
+        open &= !u32::from(d.reads | d.sets);
+    }
+    live | open
+}
