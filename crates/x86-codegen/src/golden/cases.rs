@@ -10,7 +10,7 @@ use x86_defs::retired::{BRANCHES as OF_BRANCHES, CONDITIONAL_TAKEN, NEAR_RETURNS
 use crate::{ir::mode::Mode, ir::streams::Streams};
 
 /// The mode of user code that is executed at several addresses.
-const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
+pub(super) const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
 /// The mode of a kernel's code, which is executed at one address.
 const KERNEL: Mode = USER.with(Mode::KERNEL).with(Mode::BOUND);
 pub(super) const USER32: Mode = USER.with(Mode::BITS32);
@@ -83,7 +83,7 @@ impl Case {
             ..self
         }
     }
-    const fn along(self, trace: Trace) -> Self {
+    pub(super) const fn along(self, trace: Trace) -> Self {
         Self {
             is_hot: true,
             trace: Some(trace),
@@ -95,7 +95,7 @@ impl Case {
     }
 }
 
-/// All files with their cases.
+/// The files with their cases, but for those of files of their own.
 pub(super) const FILES: &[(&str, &[Case])] = &[
     ("probe.txt", PROBE),
     ("shared_probe.txt", SHARED_PROBE),
@@ -110,7 +110,6 @@ pub(super) const FILES: &[(&str, &[Case])] = &[
     ("bits32.txt", BITS32),
     ("old_host.txt", OLD_HOST),
     ("entries.txt", ENTRIES),
-    ("traces.txt", TRACES),
     ("counting.txt", COUNTING),
 ];
 
@@ -498,66 +497,6 @@ const ENTRIES: &[Case] = &[
     .at(0xffc),
     case("straddles two pages", USER, |a| a.add(rax, 0x1234_5678)).at(0xffe),
     case("nothing but an undefined instruction", USER, |a| a.ud2()),
-];
-
-/// A callee that loads a field and returns.
-const LOADS: Trace = Trace {
-    callee: |a| {
-        a.mov(rax, qword_ptr(rdi + 8))?;
-        a.ret()
-    },
-    path: &[0x100, 0x5200, 0x5204, 0x105, 0x107],
-};
-
-/// The same callee, called by an instruction of two bytes.
-const LOADS_INDIRECT: Trace = Trace {
-    path: &[0x100, 0x5200, 0x5204, 0x102, 0x104],
-    ..LOADS
-};
-
-/// A callee that overwrites the caller's flags, called by an instruction of five bytes behind one of two.
-const OVERWRITES: Trace = Trace {
-    callee: |a| {
-        a.xor(eax, eax)?;
-        a.ret()
-    },
-    path: &[0x100, 0x102, 0x5200, 0x5202, 0x107, 0x109],
-};
-
-const TRACES: &[Case] = &[
-    case("a call and back", USER, |a| {
-        a.call(0x40_5200)?;
-        a.inc(eax)?;
-        a.ret()
-    })
-    .along(LOADS),
-    case(
-        "a call of what overwrites the flags: kept until the pages are compared",
-        USER,
-        |a| {
-            a.mov(esi, edi)?;
-            a.call(0x40_5200)?;
-            a.inc(eax)?;
-            a.ret()
-        },
-    )
-    .along(OVERWRITES),
-    case(
-        "a call and back, at one address",
-        USER.with(Mode::BOUND),
-        |a| {
-            a.call(0x40_5200)?;
-            a.inc(eax)?;
-            a.ret()
-        },
-    )
-    .along(LOADS),
-    case("a call through a register", USER, |a| {
-        a.call(rdx)?;
-        a.inc(eax)?;
-        a.ret()
-    })
-    .along(LOADS_INDIRECT),
 ];
 
 fn two_ways(a: &mut CodeAssembler) -> Result<(), IcedError> {

@@ -8,6 +8,7 @@
 mod cases;
 mod names;
 mod segments;
+mod traces;
 
 use std::{fmt::Write as _, fs, path::PathBuf};
 
@@ -280,8 +281,11 @@ fn check(file: &str, found: &str) {
 
 #[test]
 fn golden_blocks() {
-    let segments = [("segments.txt", segments::SEGMENTS)];
-    for (file, cases) in cases::FILES.iter().chain(&segments) {
+    let others = [
+        ("segments.txt", segments::SEGMENTS),
+        ("traces.txt", traces::TRACES),
+    ];
+    for (file, cases) in cases::FILES.iter().chain(&others) {
         let blocks: Vec<_> = cases.iter().map(translated).collect();
         check(file, &blocks.join("\n"));
     }
