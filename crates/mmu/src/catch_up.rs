@@ -161,7 +161,7 @@ impl Mmu {
         for (gva, leaf) in derived.leaves() {
             let tick = self.next_tick();
             self.l2.insert(gva, &leaf.walk, owner, tick);
-            if leaf.hva != 0 {
+            if leaf.hva != 0 && !self.is_watched(gva) {
                 let leaf = reach::Leaf {
                     gva,
                     hva: leaf.hva,

@@ -17,7 +17,7 @@ use x86_defs::paging::PAGE_SIZE;
 use crate::{
     Miss, Mmu, Mode,
     l1::Half,
-    reach::{Leaf, PIECE_PAGES},
+    reach::{Leaf, PIECE_PAGES, PIECE_SHIFT},
     source::Translated,
     walk::Walk,
     written::SlotPage,
@@ -76,14 +76,16 @@ impl Mmu {
             host,
         } = mapped;
         let note = write && !(walk.dirty && self.begin_to_write(at, gva));
-        self.note_level(gva, walk.level, walk.global);
-        let tables = self.tables_for(who);
-        let l1 = &mut self.views[tables].l1;
-        l1.insert(Half::Read, gva, host, walk.global);
-        if write && !note {
-            l1.insert(Half::Write, gva, host, walk.global);
+        if !self.is_watched(gva) {
+            self.note_level(gva, walk.level, walk.global);
+            let tables = self.tables_for(who);
+            let l1 = &mut self.views[tables].l1;
+            l1.insert(Half::Read, gva, host, walk.global);
+            if write && !note {
+                l1.insert(Half::Write, gva, host, walk.global);
+            }
+            self.enter_in_reach(gva, &walk, at, host, write && !note);
         }
-        self.enter_in_reach(gva, &walk, at, host, write && !note);
         if is_walked {
             self.take_neighbours(gva, at);
         }
@@ -239,13 +241,17 @@ impl Mmu {
             return;
         };
         let apic = self.apic_page.and_then(|gpa| slot.page_index(gpa));
+        let apic = apic.and_then(|n| (n + before).checked_sub(at.index));
+        let piece = gva >> PIECE_SHIFT;
+        let watched = self.watched.iter().filter(|w| **w >> PIECE_SHIFT == piece);
+        let watched = watched.map(|w| (w >> 12) as usize % PIECE_PAGES);
         self.reach.insert_large(&leaf, key, |bits| {
             let skipped = before.saturating_sub(at.index);
             slot.readable_pages((at.index + skipped) - before, skipped, bits);
-            if let Some(n) = apic.and_then(|n| (n + before).checked_sub(at.index))
-                && let Some(word) = bits.get_mut(n / 64)
-            {
-                *word &= !(1 << (n % 64));
+            for n in apic.into_iter().chain(watched) {
+                if let Some(word) = bits.get_mut(n / 64) {
+                    *word &= !(1 << (n % 64));
+                }
             }
         });
     }

@@ -59,6 +59,18 @@ impl Front<'_> {
         self.0.read_hit(gva, who)
     }
 
+    /// Watches these pages, which have data breakpoints, and no others: translated code gets none of them, and the refill
+    /// is 0 for each access.
+    pub fn watch(&mut self, pages: &[u64]) {
+        self.0.watch(pages);
+    }
+
+    /// Returns true if the page of `gva` is watched.
+    #[inline(always)]
+    pub fn is_watched(&self, gva: u64) -> bool {
+        self.0.is_watched(gva)
+    }
+
     /// See [`Mmu::needs_sync`].
     #[inline(always)]
     pub fn needs_sync(&self) -> bool {

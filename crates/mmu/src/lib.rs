@@ -72,6 +72,7 @@ mod sum;
 mod switches;
 mod view;
 pub mod walk;
+mod watched;
 mod written;
 
 use std::{
@@ -194,6 +195,8 @@ pub struct Mmu {
     /// A buffer for the pages that are given up.
     given_up: Vec<written::Pages>,
     apic_page: Option<u64>,
+    /// Pages with data breakpoints: see [`watched`].
+    watched: Vec<u64>,
     paging: Paging,
     /// The registers that `paging` was made from.
     controls: Option<paging::Controls>,
@@ -285,6 +288,7 @@ impl Mmu {
             given_up: Vec::new(),
             memory,
             apic_page: None,
+            watched: Vec::new(),
             paging: Paging::default(),
             controls: None,
             near: 0,

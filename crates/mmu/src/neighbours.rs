@@ -48,6 +48,7 @@ impl Mmu {
             if at == offset
                 || is_tracked && !walk.global
                 || self.apic_page == Some(walk.gpa)
+                || self.is_watched(gva)
                 || !self.reach.has_room(gva, key, keys)
             {
                 continue;

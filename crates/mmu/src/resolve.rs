@@ -99,7 +99,7 @@ impl Mmu {
         fault: &mut Option<Exception>,
     ) -> u64 {
         let known = self.known_device(gva, access == Access::Write, Privilege::Current);
-        if gva % PAGE_SIZE + size > PAGE_SIZE || known.is_some() {
+        if gva % PAGE_SIZE + size > PAGE_SIZE || known.is_some() || self.is_watched(gva) {
             return 0;
         }
         match self.resolve(cpu, gva, access, Privilege::Current) {

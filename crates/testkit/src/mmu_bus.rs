@@ -10,7 +10,10 @@ use std::sync::{
 use guest_memory::{GuestMemory, SlotConfig};
 use host::Mapping;
 use mmu::{Front, Mmu, Ram};
-use x86_cpu::{Access, CodePage, CpuState, Fault, Flush, GuestBus, Privilege, Word};
+use x86_cpu::{
+    Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word,
+};
+use x86_defs::vector;
 
 use crate::surroundings::surroundings;
 
@@ -27,6 +30,8 @@ pub struct MmuBus {
     pub poll_every: u32,
     /// The time-stamp counter shows this; the host's without.
     pub stopped_tsc: Option<u64>,
+    /// DR6 of the last #DB, if the VMM's breakpoints are in force: it then stops the vCPU and is not delivered.
+    pub hits: Option<u64>,
     polls: u32,
     _ram: Mapping,
 }
@@ -55,6 +60,7 @@ impl MmuBus {
             waits: false,
             poll_every: 128,
             stopped_tsc: None,
+            hits: None,
             polls: 0,
             _ram: ram,
         })
@@ -163,6 +169,13 @@ impl GuestBus for MmuBus {
         0
     }
     surroundings!();
+    fn intercept(&mut self, cpu: &mut CpuState, exception: Exception) -> bool {
+        let wanted = exception.vector == vector::DB && cpu.vmm_debug.active;
+        if wanted {
+            self.hits = Some(cpu.fault_dr6);
+        }
+        wanted
+    }
     fn poll(&mut self, cpu: &CpuState) -> bool {
         if cpu.retired.is_due() {
             return true;

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod breakpoint;
 pub mod bus;
 pub mod event;
 pub mod features;
@@ -15,6 +16,7 @@ pub mod msrs;
 pub mod retired;
 pub mod state;
 
+pub use breakpoint::{Breakpoint, BreakpointKind};
 pub use bus::{Access, CodePage, Fault, Flush, GuestBus, HypercallForm, Privilege, Word};
 pub use event::{Event, Events, Exception, PendingException, PendingInterrupt};
 pub use features::{Feature, Features};

@@ -4,10 +4,14 @@
 //! alignment, vol. 3, 6.15 #AC) and then through the bus. The common case takes one mask test and one comparison:
 //! [`Exec::refresh`] says what these stand for.
 
-use x86_cpu::{Access, CpuState, Exception, Fault, GuestBus, Privilege, Word};
+use x86_cpu::{
+    Access, BreakpointKind, CpuState, Exception, Fault, GuestBus, Privilege, Word,
+};
 use x86_defs::{
     control::{cr0, cr4},
-    dr, reg, rflags,
+    dr,
+    paging::PAGE_SIZE,
+    reg, rflags,
     segment::Segment,
     vector,
 };
@@ -294,45 +298,35 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     }
 
     fn note_watchpoints(&mut self, gva: u64, len: u64, access: Access) {
-        for i in 0..4 {
-            let kind = self.cpu.effective_dr7() >> (16 + 4 * i) & 3;
-            let wanted = match access {
-                Access::Write => kind == 1 || kind == 3,
-                Access::Read => kind == 3,
-                Access::Fetch => false,
-            };
-            if wanted {
-                self.note_watchpoint(i, gva, len);
-            }
-        }
+        self.note_hits(gva, len, |kind| match access {
+            Access::Write => matches!(kind, BreakpointKind::Write | BreakpointKind::Access),
+            Access::Read => kind == BreakpointKind::Access,
+            Access::Fetch => false,
+        });
     }
 
     /// Records the I/O breakpoints that a port access hits (CR4.DE).
     pub fn note_io_watchpoints(&mut self, port: u16, len: u64) {
-        if !self.watch || self.cpu.cr4 & cr4::DE == 0 {
-            return;
+        if self.watch && self.cpu.cr4 & cr4::DE != 0 {
+            self.note_hits(port.into(), len, |kind| kind == BreakpointKind::Io);
         }
-        for i in 0..4 {
-            if self.cpu.effective_dr7() >> (16 + 4 * i) & 3 == 2 {
-                self.note_watchpoint(i, u64::from(port), len);
+    }
+
+    fn note_hits(&mut self, at: u64, len: u64, is_wanted: impl Fn(BreakpointKind) -> bool) {
+        for n in 0..4 {
+            if let Some(b) = self.cpu.breakpoint(n)
+                && is_wanted(b.kind)
+                && b.covers(at, len)
+            {
+                self.watch_hits |= 1 << n;
             }
         }
     }
 
-    fn note_watchpoint(&mut self, i: usize, at: u64, len: u64) {
-        if self.cpu.effective_dr7() >> (2 * i) & 3 == 0 {
-            return;
-        }
-        let size: u64 = match self.cpu.effective_dr7() >> (18 + 4 * i) & 3 {
-            0 => 1,
-            1 => 2,
-            2 => 8,
-            _ => 4,
-        };
-        let first = self.cpu.effective_dr(i) & !(size - 1);
-        if at.wrapping_sub(first) < size || first.wrapping_sub(at) < len {
-            self.watch_hits |= 1 << i;
-        }
+    /// Returns true if a data breakpoint is in the page of `gva`.
+    pub(crate) fn watches_page_of(&self, gva: u64) -> bool {
+        let page = Some(gva & !(PAGE_SIZE - 1));
+        self.watch && self.cpu.breakpoints().any(|b| b.watched_page() == page)
     }
 
     /// Returns the linear address of the memory operand.
@@ -442,13 +436,17 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     }
     /// True if TF, RF, VIP, breakpoints or a shadow require execution of one instruction at a time.
     pub(crate) fn needs_stepping(&self) -> bool {
-        self.watch
-            || self.cpu.rflags & (rflags::TF | rflags::RF | rflags::VIP) != 0
+        self.watch || self.needs_iterations()
+    }
+    /// True if TF, RF, VIP or a shadow require execution of one instruction, or one iteration, at a time.
+    pub(crate) fn needs_iterations(&self) -> bool {
+        self.cpu.rflags & (rflags::TF | rflags::RF | rflags::VIP) != 0
             || self.cpu.shadow != x86_cpu::Shadow::None
     }
-    /// True if a `rep` instruction may do many iterations in one bus call, because nothing must be checked at each.
+    /// True if a `rep` instruction may do many iterations in one bus call, in pages that are not watched, because nothing
+    /// must be checked at each.
     pub(crate) fn may_bulk(&self) -> bool {
-        !(self.single_step || self.alignment_check || self.watch)
+        !(self.single_step || self.alignment_check)
     }
     /// True if a debugger, or the guest's own debugging, sees every iteration.
     pub(crate) fn is_stepped(&self) -> bool {
@@ -460,14 +458,11 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     }
     /// Returns the DR6 bits of the instruction breakpoints at a linear address (SDM vol. 3, 18.2.4).
     pub(crate) fn code_breakpoints(&self, gva: u64) -> u64 {
-        let dr7 = self.cpu.effective_dr7();
-        (0..4)
-            .filter(|i| {
-                dr7 >> (2 * i) & 3 != 0
-                    && dr7 >> (16 + 4 * i) & 3 == 0
-                    && self.cpu.effective_dr(*i) == gva
-            })
-            .fold(0, |hits, i| hits | 1 << i)
+        let is_hit = |n: &usize| {
+            let breakpoint = self.cpu.breakpoint(*n);
+            breakpoint.is_some_and(|b| b.kind == BreakpointKind::Execute && b.at == gva)
+        };
+        (0..4).filter(is_hit).fold(0, |hits, n| hits | 1 << n)
     }
     /// Linear address of an offset in CS.
     pub(crate) fn code_linear(&self, rip: u64) -> u64 {

@@ -71,7 +71,8 @@ impl<B: GuestBus> Interp<B> {
                 break RunStop::Poll;
             }
             let result = if ex.needs_stepping() {
-                step_one(&mut self.blocks, &mut ex)
+                let is_single = ex.needs_iterations();
+                step_one(&mut self.blocks, &mut ex, is_single)
             } else if counts {
                 run_counted(&mut self.blocks, &mut ex)
             } else {
@@ -94,7 +95,7 @@ impl<B: GuestBus> Interp<B> {
     pub fn step(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         ex.refresh();
-        let result = step_one(&mut self.blocks, &mut ex).or_else(|stop| handle(&mut ex, stop));
+        let result = step_one(&mut self.blocks, &mut ex, true).or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
         if result == Err(Stop::Exit) {
             self.remainder = ex.remainder;
@@ -122,7 +123,8 @@ impl<B: GuestBus> Interp<B> {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         ex.refresh();
         let result = if ex.needs_stepping() {
-            step_one(&mut self.blocks, &mut ex)
+            let is_single = ex.needs_iterations();
+            step_one(&mut self.blocks, &mut ex, is_single)
         } else {
             run_first(&mut self.blocks, &mut ex)
         };
@@ -159,7 +161,13 @@ impl<B: GuestBus> Interp<B> {
     pub fn execute(&mut self, cpu: &mut CpuState, bus: &mut B, insn: &Insn<B>) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         ex.refresh();
-        let result = run_insn(&mut ex, insn).or_else(|stop| handle(&mut ex, stop));
+        let result = if ex.needs_stepping() {
+            let is_single = ex.needs_iterations();
+            step_insn(&mut ex, insn, is_single)
+        } else {
+            run_insn(&mut ex, insn)
+        };
+        let result = result.or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
         if result == Err(Stop::Exit) {
             self.remainder = ex.remainder;
@@ -273,7 +281,7 @@ fn run_block<B: GuestBus, const COUNTS: bool>(
     let insns = blocks.insns(&block);
     let changes = ex.bus.code_changes();
     if !ex.cpu.is_64bit() && ex.check_fetch(ex.cpu.rip(), block.bytes.into()).is_err() {
-        return step_one(blocks, ex);
+        return step_one(blocks, ex, true);
     }
     let level = Retired::level(ex.cpu.cpl);
     for insn in insns {
@@ -330,13 +338,17 @@ fn stopped_at<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) {
     ex.remainder = Transfer::rest_of(insn, ex.cpu.rip(), ex.has_wide_rip());
 }
 
-/// Executes the first instruction of the block at RIP, with debug exceptions.
-fn step_one<B: GuestBus>(blocks: &mut DecodedBlocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
+/// Executes the first instruction of the block at RIP, with debug exceptions. `is_single`: one iteration of a repeated
+/// instruction.
+fn step_one<B: GuestBus>(
+    blocks: &mut DecodedBlocks<B>,
+    ex: &mut Exec<'_, B>,
+    is_single: bool,
+) -> Result<(), Stop> {
     let before = ex.cpu.rflags;
-    let shadow = ex.cpu.shadow;
     let rip = ex.cpu.rip();
     // Only Intel's processors hold these up after MOV SS and POP SS.
-    let is_held = shadow == Shadow::MovSs && !ex.cpu.features.has(Feature::Amd);
+    let is_held = ex.cpu.shadow == Shadow::MovSs && !ex.cpu.features.has(Feature::Amd);
     if before & rflags::RF == 0 && !is_held {
         let hits = ex.code_breakpoints(ex.code_linear(rip));
         if hits != 0 {
@@ -354,9 +366,20 @@ fn step_one<B: GuestBus>(blocks: &mut DecodedBlocks<B>, ex: &mut Exec<'_, B>) ->
         return Err(Exception::UD.into());
     };
     ex.check_fetch(rip, insn.len.into())?;
+    step_insn(ex, insn, is_single)
+}
+
+/// Executes `insn`, which is at RIP and at no breakpoint, with the debug exceptions that follow it.
+fn step_insn<B: GuestBus>(
+    ex: &mut Exec<'_, B>,
+    insn: &Insn<B>,
+    is_single: bool,
+) -> Result<(), Stop> {
+    let before = ex.cpu.rflags;
+    let shadow = ex.cpu.shadow;
     let held = ex.cpu.held_dr6;
     ex.watch_hits = 0;
-    ex.single_step = true;
+    ex.single_step = is_single;
     let level = counted(ex);
     let result = (insn.handler)(ex, insn);
     if let Some(level) = level {

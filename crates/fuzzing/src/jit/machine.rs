@@ -9,7 +9,7 @@ use testkit::MmuBus;
 use x86_cpu::{CpuState, Feature, Flush, GuestBus, Shadow};
 use x86_defs::{
     control::{cr0, cr4, efer},
-    reg,
+    reg, rflags,
     segment::{Attr, DescriptorTable, Segment},
 };
 use x86_interp::{Interp, RunStop};
@@ -225,7 +225,7 @@ pub(crate) struct Counting {
     pub(crate) period: u64,
 }
 
-/// Where a counter has overflowed: RIP and the general registers.
+/// Where a counter has overflowed, or a breakpoint was hit: RIP and the general registers.
 type Landing = (u64, [u64; 16]);
 
 /// Number of overflows after which a program is given up.
@@ -321,6 +321,7 @@ impl Machine {
             }
         }
         self.cpu = cpu.clone();
+        self.bus.hits = None;
         // A and D bits of the tables are new, so everything is flushed.
         self.bus.mmu.set_root(&self.cpu);
         self.bus.mmu.flush(&self.cpu, Flush::All);
@@ -368,19 +369,19 @@ impl Machine {
                 }
             };
             let is_due = self.cpu.retired.is_due();
+            let hits = self.bus.hits.take();
+            if is_due || hits.is_some() {
+                self.note_landing(hits.unwrap_or(0));
+            }
             if is_due {
-                let mut registers = [0; 16];
-                registers.copy_from_slice(&self.cpu.gpr[..16]);
-                // After RDTSC and RDTSCP nothing else depends on these registers.
-                for n in [reg::RAX, reg::RCX, reg::RDX] {
-                    registers[n] = 0;
-                }
-                self.landings.push((self.cpu.rip(), registers));
                 self.cpu.retired.left = self.left();
             } else {
                 left -= 1;
             }
-            if stop != RunStop::Poll {
+            if hits.is_some() {
+                // A debugger goes on behind the breakpoint.
+                self.cpu.rflags |= rflags::RF;
+            } else if stop != RunStop::Poll {
                 // HLT ends the shadow of STI, whichever way the engine came to it.
                 self.cpu.shadow = Shadow::None;
                 return Some(stop);
@@ -390,6 +391,18 @@ impl Machine {
             }
         }
         None
+    }
+
+    /// Notes where the vCPU is. `hits`: the breakpoints that have stopped it.
+    fn note_landing(&mut self, hits: u64) {
+        let mut registers = [0; 16];
+        registers.copy_from_slice(&self.cpu.gpr[..16]);
+        // After RDTSC and RDTSCP nothing else depends on these registers.
+        for n in [reg::RAX, reg::RCX, reg::RDX] {
+            registers[n] = 0;
+        }
+        registers[reg::RAX] = hits;
+        self.landings.push((self.cpu.rip(), registers));
     }
 
     /// Drops decoded and translated code.

@@ -6,6 +6,7 @@
 //! Two things are not compared: arithmetic flags that are dead at a fault, and the addresses of the last x87
 //! instruction (see `x86_jit`).
 
+mod breakpoints;
 mod elements;
 mod generate;
 mod machine;
@@ -149,6 +150,7 @@ impl Jits {
             start.set_rip(program.base() + program.at[0]);
             let (a, b) = (&mut self.interp, &mut self.jit);
             let counting = counting(program.seed ^ n as u64);
+            start.vmm_debug = breakpoints::breakpoints(program, n);
             a.load(&memory, &start);
             a.count(counting);
             let theirs = a.run(
@@ -174,9 +176,10 @@ impl Jits {
             let d = differences((theirs, a), (ours, b), &memory, program.bits());
             if !d.is_empty() {
                 return Err(format!(
-                    "start {n}, cpl {}, {:?}, {counting:?}\ninterpreter {theirs:?} rip {:x}, jit {ours:?} rip {:x}\n{d}",
+                    "start {n}, cpl {}, {:?}, {counting:?}, {:x?}\ninterpreter {theirs:?} rip {:x}, jit {ours:?} rip {:x}\n{d}",
                     start.cpl,
                     program.weather,
+                    start.vmm_debug,
                     a.cpu.rip(),
                     b.cpu.rip(),
                 ));
@@ -290,7 +293,7 @@ fn differences(
         let pairs = landings[0].iter().zip(landings[1]);
         let first = pairs.take_while(|(a, b)| a == b).count();
         let [a, b] = landings.map(|l| l.get(first));
-        let _ = writeln!(d, "  overflow {first}: interpreter {a:x?}, jit {b:x?}");
+        let _ = writeln!(d, "  overflow or breakpoint {first}: interpreter {a:x?}, jit {b:x?}");
     }
     let (a, b) = (&mut interp.cpu, &mut jit.cpu);
     forget_uncounted(a);

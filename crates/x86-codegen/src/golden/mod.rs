@@ -145,6 +145,7 @@ fn follow(
         },
         first_page: PAGE,
         mode,
+        stops: &[],
     };
     assert!(tracer.decode(trace.path), "it is no trace");
 }
@@ -207,6 +208,7 @@ fn translated(case: &Case) -> String {
             (&mut cpu, &mut bus),
             start,
             (case.mode, case.is_hot, false),
+            &[],
             hot.as_ref().map(|h| &h.turns[..]),
         );
     if case.mode.has_groups() {

@@ -41,7 +41,7 @@ pub(crate) const FETCHED: usize = 64;
 /// which is a block of its own.
 ///
 /// `is_loop`: a branch back leads here. `is_ahead`: the block has not been executed yet, so nothing is fetched from
-/// another page. `turns`: how many iterations the loops within a hot block make, as far as that is known; `None` if the
+/// another page. `stops`: offsets at which no instruction is taken into a block. `turns`: how many iterations the loops within a hot block make, as far as that is known; `None` if the
 /// block is not hot.
 pub fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
@@ -49,11 +49,15 @@ pub fn decode<B: GuestBus>(
     (cpu, bus): (&mut CpuState, &mut B),
     gva: u64,
     (mode, is_loop, is_ahead): (Mode, bool, bool),
+    stops: &[u16],
     turns: Option<&[Turns]>,
 ) -> bool {
     out.clear();
     forms.select(&cpu.features);
     let offset = (gva & 0xfff) as u32;
+    if is_stop(stops, offset) {
+        return false;
+    }
     let mut decoder = BlockDecoder {
         options: gating::decoder_options(&cpu.features),
         page: gva & !0xfff,
@@ -75,6 +79,7 @@ pub fn decode<B: GuestBus>(
         bus,
         mode,
         is_ahead,
+        stops,
         turns,
     };
     // The bytes of an instruction are copied together with those behind it, so the array has room for `RAW` more.
@@ -95,6 +100,8 @@ struct BlockDecoder<'a, B> {
     mode: Mode,
     /// The block has not been executed yet.
     is_ahead: bool,
+    /// Offsets of instructions that no block may have.
+    stops: &'a [u16],
     turns: Option<&'a [Turns]>,
     /// The decoder's options: which instructions there are.
     options: u32,
@@ -210,7 +217,8 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
             }
             self.offset = target as u32;
             // The bytes at the target have not been fetched yet.
-            return if is_full { Next::End } else { Next::Fetch };
+            let ends = is_full || is_stop(self.stops, self.offset);
+            return if ends { Next::End } else { Next::Fetch };
         }
         if let Some(turns) = self.turns
             && kind == Lowering::Jcc
@@ -225,11 +233,17 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
             }
         }
         let is_full = self.out.len() >= self.most;
+        let is_full = is_full || is_stop(self.stops, next);
         match kind.ends_block() || is_full || next >= 0x1000 || self.straddles {
             true => Next::End,
             false => Next::Decode,
         }
     }
+}
+
+/// Returns true if no block or trace may have an instruction at `offset`.
+pub(crate) fn is_stop(stops: &[u16], offset: u32) -> bool {
+    stops.iter().any(|stop| u32::from(*stop) == offset)
 }
 
 /// Leaves STI, or a load of SS, to the interpreter if the block would end with it: nothing may be injected between it

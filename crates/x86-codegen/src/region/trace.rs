@@ -74,6 +74,8 @@ pub struct Tracer<'a, B, F> {
     pub first_page: u64,
     /// The mode that the trace is translated for.
     pub mode: Mode,
+    /// Offsets at which the trace takes no instruction, whatever the page.
+    pub stops: &'a [u16],
 }
 
 impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
@@ -160,6 +162,9 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
     /// Decodes the instruction at distance `at`, if it is valid and ends within the page.
     fn decode_one(&mut self, (at, page): (i32, u8)) -> Option<Decoded> {
         let offset = at as u32 & 0xfff;
+        if block::is_stop(self.stops, offset) {
+            return None;
+        }
         let mut bytes = [0; FETCHED + RAW];
         let room = (0x1000 - offset as usize).min(block::MAX_LEN);
         let gva = self.first_page.wrapping_add_signed(at.into());

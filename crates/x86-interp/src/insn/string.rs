@@ -153,7 +153,7 @@ impl Body for Movs {
         ) else {
             return 0;
         };
-        if len == 0 {
+        if len == 0 || ex.watches_page_of(src) || ex.watches_page_of(dst) {
             return 0;
         }
         let done = ex.bus.bulk_copy(ex.cpu, dst, src, len, size);
@@ -187,7 +187,7 @@ impl Body for Stos {
         let Ok(dst) = ex.linear(ES, dst, size, Access::Write) else {
             return 0;
         };
-        if len == 0 {
+        if len == 0 || ex.watches_page_of(dst) {
             return 0;
         }
         let value = ex.reg_read::<T>(RAX).to_u64();

@@ -149,6 +149,10 @@ impl BlockTable {
     pub(crate) fn page(&self, key: BlockKey) -> Option<&PageBlocks> {
         self.pages.get(&key.of_page()).map(|page| &**page)
     }
+    /// Returns true if the page of this identity has blocks, in any mode.
+    pub(crate) fn has_page(&self, page: u64) -> bool {
+        self.pages.keys().any(|key| key.page() == page)
+    }
     /// Enters a block. Returns the block that it replaces.
     pub(crate) fn insert(
         &mut self,

@@ -12,6 +12,7 @@ use x86_interp::{Interp, RunStop};
 use crate::{
     Jit, JitBus,
     runtime::Context,
+    runtime::breakpoints::is_enabled,
     runtime::counting::{LEAST_EXECUTED, settle},
     runtime::requests::tell_view,
     runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
@@ -186,6 +187,9 @@ impl<B: JitBus> Jit<B> {
         site: usize,
         operand: Option<u64>,
     ) -> Option<RunStop> {
+        if is_enabled(cpu) {
+            return None;
+        }
         let (transfer, cause) = match self.session.interpreted.get(site.wrapping_sub(1)) {
             Some(site) => (site.transfer.as_ref()?, site.cause),
             None => (self.session.given_up.transfer(cpu, bus)?, Cause::Slow),

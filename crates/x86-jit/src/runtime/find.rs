@@ -92,7 +92,9 @@ impl<B: JitBus> Jit<B> {
         if self.profiles.mixes_tiers {
             self.disturb(cpu, bus);
         }
+        self.heed_breakpoints(cpu, bus);
         self.select(cpu, bus);
+        self.note_places(cpu, bus);
         let page = page_of(cpu);
         cpu.engine.page = page;
         let (_, salt) = target_key(cpu);
@@ -166,6 +168,9 @@ impl<B: JitBus> Jit<B> {
         }
         let gva = code_at(cpu);
         let (key, generation) = self.key_at(cpu, bus)?;
+        if self.session.breakpoints.stops_at(cpu, key.at) {
+            return None;
+        }
         let key = key.split(is_split);
         if let Some(b) = self.code.cache.blocks.get(key)
             && b.generation == generation

@@ -1,6 +1,7 @@
 //! [`Jit`], a vCPU's translated code, with what runs it: the dispatch loop, translation on demand, and answers to
 //! requests of generated code.
 
+mod breakpoints;
 mod counting;
 mod disturb;
 mod exits;
@@ -30,6 +31,7 @@ use crate::{
     code::perf::Profiler,
     code::space::CodeSpace,
     profile::hot::Profiles,
+    runtime::breakpoints::Breakpoints,
     runtime::exits::handle,
     runtime::given_up::GivenUp,
     runtime::lockstep::{Lockstep, LockstepStats},
@@ -109,6 +111,7 @@ pub(crate) struct Session<B: JitBus> {
     /// The mode of the last [`Jit::select`].
     pub(crate) mode: Mode,
     pub(crate) code_segments: flat::CodeSegments,
+    pub(crate) breakpoints: Breakpoints,
     /// The value of [`mmu::Front::views_made`] that `frame::words::VIEWS` belong to.
     pub(crate) views_made: u64,
     /// Target keys that generated code changes to by itself.
@@ -182,6 +185,7 @@ impl<B: JitBus> Jit<B> {
                 left_to_poll: 0,
                 mode: Mode::NONE,
                 code_segments: flat::CodeSegments::default(),
+                breakpoints: Breakpoints::default(),
                 views_made: 0,
                 keys: Keys::default(),
                 switches: Switches::default(),

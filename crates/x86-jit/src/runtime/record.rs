@@ -78,10 +78,14 @@ impl<B: JitBus> Jit<B> {
             return false;
         };
         let path = core::mem::take(&mut hot.path);
+        let breakpoints = &self.session.breakpoints;
         let is_trace = {
             let cache = &mut self.code.cache;
-            let find_page =
-                |cpu: &mut CpuState, bus: &mut B, gva| page_of(cache, cpu, bus, (gva, mode));
+            let find_page = |cpu: &mut CpuState, bus: &mut B, gva| {
+                // Code of such a page is entered by `Jit::find`, which notes the places.
+                let is_free = !breakpoints.has_page(gva);
+                is_free.then(|| page_of(cache, cpu, bus, (gva, mode)))?
+            };
             let mut tracer = Tracer {
                 cpu,
                 bus,
@@ -91,6 +95,7 @@ impl<B: JitBus> Jit<B> {
                 find_page,
                 first_page: gva & !0xfff,
                 mode,
+                stops: &breakpoints.offsets(),
             };
             tracer.decode(&path)
         };

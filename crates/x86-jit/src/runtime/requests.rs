@@ -148,6 +148,9 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
         .mmu()
         .refill(cpu, gva, size, access, &mut jit.session.fault);
     if host == 0 {
+        if bus.mmu().is_watched(gva) {
+            jit.session.breakpoints.note_access(cpu);
+        }
         let is_its_own = site & requests::RAISES != 0;
         let is_write = access == Access::Write;
         let who = Privilege::Current;

@@ -5,11 +5,15 @@ use core::arch::asm;
 use x86_cpu::{CodeSize, CpuState, Shadow};
 use x86_defs::{
     control::{cr0, cr4},
-    dr, reg, rflags, xsave,
+    reg, rflags, xsave,
 };
 use x86_interp::RunStop;
 
-use crate::{Jit, JitBus, runtime::flat};
+use crate::{
+    Jit, JitBus,
+    runtime::breakpoints::{has_io_breakpoint, is_enabled},
+    runtime::flat,
+};
 use x86_codegen::{
     codegen::countdown::exact,
     frame::state::{MXCSR_FREE, X87_MASKED, X87_PENDING},
@@ -53,7 +57,7 @@ pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
 /// instruction's address if RF was set: see [`keep_resume_flag`].
 pub(crate) fn drop_resume_flag(cpu: &mut CpuState) -> Option<u64> {
     if cpu.rflags & (rflags::TF | rflags::RF) == rflags::RF
-        && cpu.effective_dr7() & dr::DR7_ENABLES == 0
+        && !is_enabled(cpu)
         && cpu.shadow == Shadow::None
     {
         cpu.rflags &= !rflags::RF;
@@ -70,10 +74,12 @@ pub(crate) fn keep_resume_flag(cpu: &mut CpuState, stop: RunStop, resumed: Optio
     }
 }
 
+/// Returns true if the interpreter has to execute instruction by instruction. Other breakpoints than those on I/O do not
+/// need that: see [`crate::runtime::breakpoints`].
 pub(crate) fn needs_stepping(cpu: &CpuState) -> bool {
     cpu.shadow != Shadow::None
         || cpu.rflags & (rflags::TF | rflags::RF | rflags::VIF | rflags::VIP) != 0
-        || cpu.effective_dr7() & dr::DR7_ENABLES != 0
+        || has_io_breakpoint(cpu)
 }
 
 /// Returns the mode of blocks for this state.

@@ -157,7 +157,11 @@ impl<B: JitBus> Jit<B> {
         let is_trace = self.follow_path(cpu, bus, (gva, key.mode), own);
         let second = match is_trace {
             true => None,
-            false => self.decode((cpu, bus), gva, (key.mode, demand.is_loop, is_ahead))?,
+            false => {
+                let stops = self.session.breakpoints.offsets_in(key.page());
+                let how = (key.mode, demand.is_loop, is_ahead);
+                self.decode((cpu, bus), gva, how, &stops)?
+            }
         };
         self.builder.decoded.first()?;
         if self.lockstep.as_ref().is_some_and(|l| l.planted) {
@@ -264,11 +268,20 @@ impl<B: JitBus> Jit<B> {
         (cpu, bus): (&mut CpuState, &mut B),
         gva: u64,
         how: (Mode, bool, bool),
+        stops: &[u16],
     ) -> Option<Option<(CodePage, Source)>> {
         let b = &mut self.builder;
         let turns = b.translator.input.hot.as_ref().map(|h| &h.turns[..]);
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
-            block::decode(&mut b.decoded, &mut b.forms, (cpu, bus), gva, how, turns)
+            block::decode(
+                &mut b.decoded,
+                &mut b.forms,
+                (cpu, bus),
+                gva,
+                how,
+                stops,
+                turns,
+            )
         };
         if !decode(bus, cpu) {
             return Some(None);
