@@ -102,9 +102,9 @@ pub struct L2Key {
     /// Identifies the address space since its last flush: no other address space, and no time before the flush, has the
     /// same token.
     pub token: u64,
-    /// Number that the index of a 4 KiB page is XORed with.
+    /// Number that the byte offset of a 4 KiB page's entry is XORed with.
     pub small: u64,
-    /// Number that the index of a 2 MiB piece is XORed with.
+    /// Number that the byte offset of a 2 MiB piece's entry is XORed with.
     pub large: u64,
     /// Pads the key to a power of two, so that generated code selects a key by one bit.
     pub unused: u64,
@@ -131,7 +131,7 @@ pub struct Reach {
     pub small_mask: u64,
     /// Address of the table of large pages.
     pub large: u64,
-    /// The current round: only entries of this round may be written unnoticed.
+    /// The current round, at its place in an entry's data: only entries of this round may be written unnoticed.
     pub round: u64,
     /// The bits of an entry's data that are the host page's address.
     pub page_mask: u64,
@@ -145,7 +145,13 @@ pub struct Reach {
     pub used: [u64; GROUPS / 64],
     /// Number of the view that the entries belong to, which generated code compares.
     pub view: u64,
+    /// For each page number modulo [`SEEN_PAGES`], the bits above of the last such page that was found in a large entry and
+    /// did not enter the first level. Generated code uses it as a hint.
+    pub seen_pages: [u8; SEEN_PAGES],
 }
+
+/// Number of pages that [`Reach::seen_pages`] remembers.
+pub const SEEN_PAGES: usize = 1024;
 
 /// Number of words below the single entry.
 pub const WORDS: usize = 18;

@@ -29,7 +29,8 @@ use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
 
 use guest_memory::TaggedPage as Entry;
 pub use guest_memory::tagged::{
-    L2Key, PAGES as PAGES_OFFSET, Reach, SHORT_WORDS, SINGLE as STACK_OFFSET, SITE_ENTRIES, word,
+    L2Key, PAGES as PAGES_OFFSET, Reach, SEEN_PAGES, SHORT_WORDS, SINGLE as STACK_OFFSET,
+    SITE_ENTRIES, word,
 };
 use guest_memory::{
     HostPage, TaggedPages,

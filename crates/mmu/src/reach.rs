@@ -40,14 +40,22 @@ const LARGE_BITS: u32 = 10;
 pub const PIECE_SHIFT: u32 = 21;
 /// Number of pages of a large entry.
 pub(crate) const PIECE_PAGES: usize = 1 << (PIECE_SHIFT - 12);
-/// log2 of the bytes of a large entry: tag, data, and in lines of their own the bits for reads and for writes.
-pub const LARGE_SHIFT: u32 = 8;
-/// Offsets of these bits in the entry.
-pub const LARGE_MAPS: [usize; 2] = [64, 128];
+/// log2 of the bytes of an entry: tag and data.
+pub const ENTRY_SHIFT: u32 = 4;
 const MAP_WORDS: usize = PIECE_PAGES / 64;
-const _: () = assert!(LARGE_MAPS[1] + 8 * MAP_WORDS <= 1 << LARGE_SHIFT);
+/// Offsets in the large table of the first entry's bits for reads, and for writes. The next entry's lie [`MAPS_SCALE`] times
+/// as far behind as the entry itself.
+pub const LARGE_MAPS: [usize; 2] = [
+    LARGE_ENTRIES << ENTRY_SHIFT,
+    (LARGE_ENTRIES << ENTRY_SHIFT) + 8 * MAP_WORDS,
+];
+/// log2 of the bytes of a large entry's maps over those of the entry.
+pub const MAPS_SCALE: u32 = 3;
+const _: () = assert!(2 * 8 * MAP_WORDS == 1 << (ENTRY_SHIFT + MAPS_SCALE));
 /// Bit of an entry's data: the translation is global.
 pub const GLOBAL: u64 = 1 << 6;
+/// Bits of a large entry's data: all bits of its map for reads, or for writes, are set.
+pub const ALL: [u64; 2] = [1 << 7, 1 << 8];
 /// Lowest bit of the round in an entry's data.
 pub const ROUND_SHIFT: u32 = 48;
 
@@ -144,7 +152,7 @@ impl Reach {
                 small => break or_abort(small),
             }
         };
-        let large = or_abort(LazyArray::new(LARGE_ENTRIES << LARGE_SHIFT >> 3));
+        let large = or_abort(LazyArray::new((2 + 2 * MAP_WORDS) * LARGE_ENTRIES));
         small.advise_huge();
         let mut reach = Self {
             small,
@@ -172,7 +180,7 @@ impl Reach {
         to.small = self.small.as_ptr() as u64;
         to.small_mask = 16 * (self.entries as u64 - 1);
         to.large = self.large.as_ptr() as u64;
-        to.round = self.round;
+        to.round = self.round << ROUND_SHIFT;
         to.page_mask = PAGE;
     }
 
@@ -192,8 +200,8 @@ impl Reach {
         let hash = token.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         Some(L2Key {
             token,
-            small: hash >> 32 << SAME_INDEX,
-            large: hash >> 32 << (TOKEN_BITS - PIECE_SHIFT),
+            small: hash >> 32 << (SAME_INDEX + ENTRY_SHIFT),
+            large: hash >> 32 << (TOKEN_BITS - PIECE_SHIFT + ENTRY_SHIFT),
             unused: 0,
         })
     }
@@ -207,19 +215,19 @@ impl Reach {
     }
 
     fn small_place(&self, gva: u64, key: L2Key) -> usize {
-        2 * (((gva >> 12) ^ key.small) as usize & (self.entries - 1))
+        2 * (((gva >> 12) ^ (key.small >> ENTRY_SHIFT)) as usize & (self.entries - 1))
     }
 
     /// Returns the first word of the piece's entry.
     fn large_place(gva: u64, key: L2Key) -> usize {
-        let n = ((gva >> PIECE_SHIFT) ^ key.large) as usize & (LARGE_ENTRIES - 1);
-        n << LARGE_SHIFT >> 3
+        let n = (gva >> PIECE_SHIFT) ^ (key.large >> ENTRY_SHIFT);
+        2 * (n as usize & (LARGE_ENTRIES - 1))
     }
 
     /// Returns the words that have a page's bits for reads and for writes, and the bit.
     fn map_places(place: usize, gva: u64) -> ([usize; 2], u64) {
         let page = (gva >> 12) as usize % PIECE_PAGES;
-        let word = |map: usize| place + map / 8 + page / 64;
+        let word = |map: usize| map / 8 + (place << MAPS_SCALE) + page / 64;
         (LARGE_MAPS.map(word), 1 << (page % 64))
     }
 
@@ -301,7 +309,7 @@ impl Reach {
         let is_old = load(&self.large, place) == tag && same(old) == same(data);
         let set = |map: usize, bits: [u64; MAP_WORDS]| {
             for (n, bits) in bits.into_iter().enumerate() {
-                store(&self.large, place + map / 8 + n, bits);
+                store(&self.large, map / 8 + (place << MAPS_SCALE) + n, bits);
             }
         };
         if !is_old {
@@ -309,21 +317,39 @@ impl Reach {
             fresh(&mut reads);
             set(LARGE_MAPS[0], reads);
         }
-        if !is_old || old >> ROUND_SHIFT != self.round {
+        let is_new = !is_old || old >> ROUND_SHIFT != self.round;
+        if is_new {
             set(LARGE_MAPS[1], [0; MAP_WORDS]);
             store(&self.large, place, tag);
             store(&self.large, place + 1, data);
-            let n = place << 3 >> LARGE_SHIFT;
+            let n = place / 2;
             if let Some(host) = self.hosts.get_mut(n % GROUPS * GROUP_LEN + n / GROUPS) {
                 *host = data & PAGE;
             }
         }
         let (words, bit) = Self::map_places(place, leaf.gva);
+        let mut may_be_full = is_new;
         for (word, is_set) in words.into_iter().zip([true, leaf.writable]) {
             if is_set {
-                store(&self.large, word, load(&self.large, word) | bit);
+                let bits = load(&self.large, word) | bit;
+                store(&self.large, word, bits);
+                may_be_full |= bits == u64::MAX;
             }
         }
+        if may_be_full {
+            self.note_full(place);
+        }
+    }
+
+    /// Notes in a large entry's data which of its maps are full.
+    fn note_full(&self, place: usize) {
+        let mut data = load(&self.large, place + 1);
+        for (map, all) in LARGE_MAPS.into_iter().zip(ALL) {
+            let first = map / 8 + (place << MAPS_SCALE);
+            let is_full = (first..first + MAP_WORDS).all(|n| load(&self.large, n) == u64::MAX);
+            data = if is_full { data | all } else { data & !all };
+        }
+        store(&self.large, place + 1, data);
     }
 
     /// Forgets the page, or the large page that it is part of.
@@ -367,10 +393,12 @@ impl Reach {
             .zip(hosts)
             .filter(|(_, host)| **host == first)
         {
-            let place = (n * GROUPS + group) << LARGE_SHIFT >> 3;
+            let place = 2 * (n * GROUPS + group);
             if load(&self.large, place + 1) & PAGE == first {
                 let ([_, writes], bit) = Self::map_places(place, gva);
                 store(&self.large, writes, load(&self.large, writes) & !bit);
+                let data = load(&self.large, place + 1);
+                store(&self.large, place + 1, data & !ALL[1]);
             }
         }
     }

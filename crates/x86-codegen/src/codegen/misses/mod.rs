@@ -95,26 +95,24 @@ pub(crate) fn straddling(a: &mut Asm, copies: bool, answers: bool) {
     push(a, RAX);
     push(a, RCX);
     compare_end(a);
-    let is_inside = a.jcc(cc::BE);
+    let is_inside = if answers {
+        let straddles = a.jcc(cc::A);
+        reach::answer(a);
+        let is_inside = a.jmp();
+        let here = a.here();
+        a.patch(straddles, here);
+        is_inside
+    } else {
+        a.jcc(cc::BE)
+    };
     neighbours(a);
     if copies {
         straddling_read(a);
-    }
-    let mut others = None;
-    if answers {
-        pop(a, RCX);
-        pop(a, RAX);
-        others = Some(a.jmp());
     }
     let here = a.here();
     a.patch(is_inside, here);
     pop(a, RCX);
     pop(a, RAX);
-    if let Some(others) = others {
-        reach::answer(a);
-        let here = a.here();
-        a.patch(others, here);
-    }
 }
 
 /// Returns from the trampoline with the address that [`straddling`] has found.

@@ -2,27 +2,25 @@
 //!
 //! A program that accesses memory at random is bound by how many of its cache misses the processor has in flight, and
 //! so by how many instructions lie between them. So reads and writes, and global and other pages, have code of their
-//! own.
+//! own, and a program's large pages do not enter the first level at once: that writes three lines of its tables, and a
+//! page that is accessed at random is not in them any more when it is accessed again.
 
 use core::mem::offset_of;
 
 use mmu::{
-    l1::{self, L2Key, Reach, empty_tag},
-    reach::{LARGE_ENTRIES, LARGE_MAPS, LARGE_SHIFT, PIECE_SHIFT, ROUND_SHIFT, TOKEN_BITS},
+    l1::{self, L2Key, Reach, SEEN_PAGES, empty_tag},
+    reach::{
+        ALL, ENTRY_SHIFT, LARGE_ENTRIES, LARGE_MAPS, MAPS_SCALE, PIECE_SHIFT, ROUND_SHIFT,
+        TOKEN_BITS,
+    },
 };
 
 use crate::{
     asm::*,
     codegen::memory::{host_page, select_entry, selected, tag},
-    frame::requests::{ACCESS, WRITES},
+    frame::requests::WRITES,
     frame::words::*,
 };
-
-const SAVED: [Reg; 3] = [RAX, RCX, RDX];
-/// log2 of a small entry's size.
-const SMALL_SHIFT: u8 = 4;
-/// Offset of the round in an entry, which has 16 bits.
-const ROUND: i32 = 8 + ROUND_SHIFT as i32 / 8;
 
 /// A field of the view's [`Reach`].
 const fn of_view(offset: usize) -> Mem {
@@ -58,11 +56,20 @@ fn patch_all(a: &mut Asm, from: impl IntoIterator<Item = usize>) {
     from.into_iter().for_each(|from| a.patch(from, here));
 }
 
+/// `to = from >> n`, with what rotates in above if the host has RORX.
+fn shifted(a: &mut Asm, to: Reg, from: Reg, n: u32) {
+    if a.isa().bmi2 {
+        a.rorx(to, from, n as u8);
+    } else {
+        a.mov(to, from);
+        a.shift(true, SHR, to, n as u8);
+    }
+}
+
 /// Answers a miss (r14 and r13 as for `Trampolines::miss`) whose bytes are in one page: returns from the trampoline
-/// with the host address in r14, and "above" in the flags. Goes on behind it, with all registers as they were, if the
-/// second level does not have the page, or not for this access.
+/// with the host address in r14, and "above" in the flags. Goes on behind it, with all registers but rax and rcx as they
+/// were, if the second level does not have the page, or not for this access. The stack has rcx, and then rax.
 pub(crate) fn answer(a: &mut Asm) {
-    SAVED.iter().for_each(|r| push(a, *r));
     // In the upper half of addresses most pages are global.
     test(a, true, S0);
     let is_upper = a.jcc(cc::S);
@@ -76,7 +83,6 @@ pub(crate) fn answer(a: &mut Asm) {
     fails.extend(other_fails);
     fails.push(fails_there);
     patch_all(a, fails);
-    SAVED.iter().rev().for_each(|r| pop(a, *r));
 }
 
 /// Does the same by one of the keys. Returns the branch that is taken if the table has no such entry, and those that
@@ -85,20 +91,12 @@ fn probe(a: &mut Asm, n: usize) -> (usize, Vec<usize>) {
     a.mov(RAX, S0);
     a.alu_imm(true, Alu::And, RAX, -(1 << TOKEN_BITS));
     a.alu(true, Alu::Or, RAX, key(n, offset_of!(L2Key, token)));
-    // The piece of 2 MiB.
-    a.mov(RCX, S0);
-    a.shift(true, SHR, RCX, PIECE_SHIFT as u8);
-    a.alu(true, Alu::Xor, RCX, key(n, offset_of!(L2Key, large)));
-    a.alu_imm(false, Alu::And, RCX, LARGE_ENTRIES as i32 - 1);
-    a.shift(false, SHL, RCX, LARGE_SHIFT as u8);
-    a.alu(true, Alu::Add, RCX, of_view(offset_of!(Reach, large)));
+    locate_large(a, n);
     a.alu(true, Alu::Cmp, RAX, at(RCX, 0));
     let is_large = a.jcc(cc::E);
     // The page of 4 KiB.
-    a.mov(RCX, S0);
-    a.shift(true, SHR, RCX, 12);
+    shifted(a, RCX, S0, 12 - ENTRY_SHIFT);
     a.alu(true, Alu::Xor, RCX, key(n, offset_of!(L2Key, small)));
-    a.shift(true, SHL, RCX, SMALL_SHIFT);
     a.alu(true, Alu::And, RCX, of_view(offset_of!(Reach, small_mask)));
     a.alu(true, Alu::Add, RCX, of_view(offset_of!(Reach, small)));
     a.alu(true, Alu::Cmp, RAX, at(RCX, 0));
@@ -109,40 +107,55 @@ fn probe(a: &mut Asm, n: usize) -> (usize, Vec<usize>) {
     a.load(RAX, at(RCX, 8));
     let is_write = branch_if_write(a);
     fails.push(branch_unless(a, false));
-    let not_allowed = branch_unless(a, true);
-    let not_noted = branch_if_old(a);
+    push(a, RDX);
+    let only_read = [branch_unless(a, true), branch_if_old(a)];
     let writable = a.here();
     enter(a, n == 1, true);
-    patch_all(a, [not_allowed, not_noted]);
+    patch_all(a, only_read);
     let readable = a.here();
     enter(a, n == 1, false);
     patch_all(a, [is_write]);
     fails.push(branch_unless(a, true));
     fails.push(branch_if_old(a));
+    push(a, RDX);
     a.jmp_to(writable);
 
     patch_all(a, [is_large]);
     a.load(RAX, at(RCX, 8));
     let is_write = branch_if_write(a);
+    fails.push(branch_unless_in(a, 0));
     fails.push(branch_unless(a, false));
-    fails.push(branch_unless_in(a, LARGE_MAPS[0]));
-    let not_allowed = [
+    leave_if_new(a, n);
+    push(a, RDX);
+    locate_large(a, n);
+    let only_read = [
+        branch_unless_in(a, 1),
         branch_unless(a, true),
-        branch_unless_in(a, LARGE_MAPS[1]),
         branch_if_old(a),
     ];
     add_offset(a);
     a.jmp_to(writable);
-    patch_all(a, not_allowed);
+    patch_all(a, only_read);
     add_offset(a);
     a.jmp_to(readable);
     patch_all(a, [is_write]);
+    fails.push(branch_unless_in(a, 1));
     fails.push(branch_unless(a, true));
-    fails.push(branch_unless_in(a, LARGE_MAPS[1]));
     fails.push(branch_if_old(a));
+    leave_if_new(a, n);
+    push(a, RDX);
     add_offset(a);
     a.jmp_to(writable);
     (absent, fails)
+}
+
+/// Loads rcx with the address of the entry of 2 MiB that the gva in r14 selects.
+fn locate_large(a: &mut Asm, n: usize) {
+    const MASK: usize = (LARGE_ENTRIES - 1) << ENTRY_SHIFT;
+    shifted(a, RCX, S0, PIECE_SHIFT - ENTRY_SHIFT);
+    a.alu(true, Alu::Xor, RCX, key(n, offset_of!(L2Key, large)));
+    a.alu_imm(false, Alu::And, RCX, MASK as i32);
+    a.alu(true, Alu::Add, RCX, of_view(offset_of!(Reach, large)));
 }
 
 /// Branches if the access of a `site` is a write.
@@ -152,35 +165,81 @@ fn branch_if_write(a: &mut Asm) -> usize {
     a.jcc(cc::NE)
 }
 
-/// Branches if the view may not read, or write, the page whose data is in rax. Changes rdx.
+/// Branches if the view may not read, or write, the page whose data is in rax. Changes rcx, as the next functions do.
 fn branch_unless(a: &mut Asm, writes: bool) -> usize {
     a.load(
-        RDX,
+        RCX,
         of_view(offset_of!(Reach, rights) + 8 * usize::from(writes)),
     );
-    bt(a, RDX, RAX);
+    bt(a, RCX, RAX);
     a.jcc(cc::AE)
 }
 
-/// Branches if the entry at rcx is not of the current round. Changes rdx.
+/// Branches if the data in rax is not of the current round.
 fn branch_if_old(a: &mut Asm) -> usize {
-    a.rm(false, &[0x0f, 0xb7], RDX, at(RCX, ROUND)); // movzx
-    a.alu(false, Alu::Cmp, RDX, of_view(offset_of!(Reach, round)));
+    a.load(RCX, of_view(offset_of!(Reach, round)));
+    a.alu_rr(true, Alu::Xor, RCX, RAX);
+    a.shift(true, SHR, RCX, ROUND_SHIFT as u8);
     a.jcc(cc::NE)
 }
 
-/// Branches if the page's bit is clear in this map of the large entry at rcx. Changes rdx.
+/// Branches if the page's bit is clear in this map of the large entry at rcx, whose data is in rax.
 fn branch_unless_in(a: &mut Asm, map: usize) -> usize {
+    a.rr(false, &[0xf7], 0, RAX); // test eax, …
+    a.bytes(&(ALL[map] as u32).to_le_bytes());
+    let has_all = a.jcc(cc::NE);
+    a.alu(true, Alu::Sub, RCX, of_view(offset_of!(Reach, large)));
+    a.shift(false, SHL, RCX, MAPS_SCALE as u8);
+    a.alu(true, Alu::Add, RCX, of_view(offset_of!(Reach, large)));
+    push(a, RDX);
     a.mov(RDX, S0);
     a.shift(true, SHR, RDX, 15);
     a.alu_imm(false, Alu::And, RDX, 0x38);
-    a.load(RDX, at(RCX, map as i32).plus(RDX, 0));
-    push(a, RCX);
+    a.load(RDX, at(RCX, LARGE_MAPS[map] as i32).plus(RDX, 0));
     a.mov(RCX, S0);
     a.shift(true, SHR, RCX, 12);
     bt(a, RDX, RCX);
+    pop(a, RDX);
+    let is_clear = a.jcc(cc::AE);
+    patch_all(a, [has_all]);
+    is_clear
+}
+
+/// Returns from the trampoline with the host address in the piece whose data is in rax, without an entry in the first
+/// level, if the page is not global and was not looked for lately. Changes rcx and r13.
+fn leave_if_new(a: &mut Asm, n: usize) {
+    if n == 1 {
+        return;
+    }
+    let seen = at(TLB, l1::REACH + offset_of!(Reach, seen_pages) as i32).plus(RCX, 0);
+    let look = |a: &mut Asm| {
+        shifted(a, RCX, S0, 12);
+        shifted(a, S1, S0, 12 + SEEN_PAGES.trailing_zeros());
+        a.alu_imm(false, Alu::And, RCX, SEEN_PAGES as i32 - 1);
+    };
+    look(a);
+    a.rm(false, &[0x3a], S1, seen); // cmp r13b, …
+    let is_seen = a.jcc(cc::E);
+    a.rm(false, &[0x88], S1, seen); // mov …, r13b
+    a.alu(true, Alu::And, RAX, of_view(offset_of!(Reach, page_mask)));
+    a.alu_imm(false, Alu::And, S0, (1 << PIECE_SHIFT) - 1);
+    leave(a);
+    patch_all(a, [is_seen]);
+    // Who goes on to the next page has it entered at once.
+    a.alu_imm(true, Alu::Add, S0, 4096);
+    look(a);
+    a.rm(false, &[0x88], S1, seen);
+    a.alu_imm(true, Alu::Sub, S0, 4096);
+}
+
+/// Returns from the trampoline with the sum of rax and r14, a host address. The stack has rcx, and then rax.
+fn leave(a: &mut Asm) {
+    a.alu_mem_imm8(true, Alu::Add, of_view(offset_of!(Reach, hits)), 1);
     pop(a, RCX);
-    a.jcc(cc::AE)
+    // No address is 0: the flags say "above".
+    a.alu_rr(true, Alu::Add, S0, RAX);
+    pop(a, RAX);
+    a.ret();
 }
 
 /// Turns the data of a piece, in rax, into that of its page. Changes rdx.
@@ -191,7 +250,7 @@ fn add_offset(a: &mut Asm) {
 }
 
 /// Enters the page whose data is in rax in the first level, as [`mmu::l1::L1::insert`] does, makes r14 the host
-/// address, and returns from the trampoline.
+/// address, and returns from the trampoline. The stack has rdx, rcx and rax.
 fn enter(a: &mut Asm, global: bool, writable: bool) {
     select_entry(a, RCX, S0);
     // A flush finds the entry by these bits.
@@ -236,11 +295,8 @@ fn enter(a: &mut Asm, global: bool, writable: bool) {
     a.alu(true, Alu::And, RAX, of_view(offset_of!(Reach, page_mask)));
     a.store(selected(host_page(), RCX), RAX);
     a.alu_imm(false, Alu::And, S0, 0xfff);
-    a.alu_rr(true, Alu::Add, S0, RAX);
-    a.alu_mem_imm8(true, Alu::Add, of_view(offset_of!(Reach, hits)), 1);
-    SAVED.iter().rev().for_each(|r| pop(a, *r));
-    a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
-    a.ret();
+    pop(a, RDX);
+    leave(a);
 }
 
 const RBX: Reg = 3;
