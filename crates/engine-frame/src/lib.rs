@@ -113,6 +113,16 @@ pub struct EngineFrame {
     counted_spill: u64,
     /// Events that polls have taken off the countdown, by sum.
     pub counted_events: [u64; EngineFrame::COUNTED_SUMS],
+    /// The host's TSC at which a counter of cycles overflows, or [`Self::NEVER`].
+    pub overflow_at: u64,
+    /// The host's TSC when it was looked at last.
+    pub looked: u64,
+    elapsed: u64,
+    /// The rate by which that overflow is approached. If 0, it is not known yet.
+    pub pace: u64,
+    /// How many instructions may be executed from the last look at the time to the next one, where such an overflow is
+    /// near.
+    pub window: u64,
 }
 
 /// A view that differs from another in PKRU alone.
@@ -209,6 +219,8 @@ impl EngineFrame {
     pub const REFUND_BESIDE: usize = offset_of!(Self, refund_beside);
     /// A word in which code that counts keeps a register for a moment.
     pub const COUNTED_SPILL: usize = offset_of!(Self, counted_spill);
+    /// How long that was after the look before, in ticks; not 0.
+    pub const ELAPSED: usize = offset_of!(Self, elapsed);
     /// The table of [`KeyView`]s.
     pub const KEY_VIEWS_AT: usize = offset_of!(Self, key_views);
     /// The tables of the supervisor's views, by CR0.WP and RFLAGS.AC.
@@ -222,6 +234,8 @@ impl EngineFrame {
 }
 
 impl EngineFrame {
+    /// A time of the host's TSC that never comes.
+    pub const NEVER: u64 = 1 << 63;
     /// Number of anchors.
     pub const ANCHORS: usize = 6;
     /// Number of words that say how often a loop goes back.

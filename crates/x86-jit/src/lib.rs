@@ -30,6 +30,9 @@ pub struct RunLimit<'a> {
     /// The host's TSC at which the limit is reached. A value more than a quarter of a millisecond ahead counts as
     /// reached.
     pub until_tsc: u64,
+    /// The host's TSC at which a counter of cycles overflows, if any does: it is come to as exactly as possible. The
+    /// limit is no later.
+    pub overflow_tsc: Option<u64>,
     /// Not 0 if the run loop has to be returned to at once.
     pub stop: &'a AtomicU8,
 }

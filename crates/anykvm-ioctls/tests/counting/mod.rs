@@ -121,8 +121,17 @@ fn handler(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.iretq()
 }
 
-/// The guest has a handler for NMIs.
+/// The guest has a handler for NMIs, which notes what [`seen`] returns.
 pub(crate) fn handle_nmis(m: &Machine, vcpu: &VcpuFd) {
+    handle_nmis_by(m, vcpu, handler);
+}
+
+/// The guest has this handler for NMIs.
+pub(crate) fn handle_nmis_by(
+    m: &Machine,
+    vcpu: &VcpuFd,
+    handler: fn(&mut CodeAssembler) -> Result<(), IcedError>,
+) {
     m.load(HANDLER, handler);
     m.handle_page_faults(vcpu, TABLES, HANDLER);
     let gate = HANDLER | 8 << 16 | 0x8e << 40;

@@ -12,7 +12,7 @@ use x86_defs::{dr, rflags};
 use x86_interp::RunStop;
 use x86_jit::{Jit, JitBus, RunLimit};
 
-use super::{Inner, linear_rip, replay::DeviceAccess};
+use super::{Inner, linear_rip, pmu::NEVER, replay::DeviceAccess};
 use crate::{Answer, Error, Exit, Result, RunInput, RunStatus, shared::request};
 
 /// A look at the clock is a quarter of the cost of an exit, so most entries after a device's answer
@@ -337,8 +337,10 @@ impl Inner {
         let ns = ns.min(RUN_LIMIT_NS);
         self.bus.unseen_until_ns = looked_ns + ns;
         let until_tsc = looked_tsc + ns * u64::from(host::cpu::tsc_khz()) / 1_000_000;
+        let due_tsc = self.bus.pmu.due_tsc;
         Some(RunLimit {
-            until_tsc: until_tsc.min(self.bus.pmu.due_tsc),
+            until_tsc: until_tsc.min(due_tsc),
+            overflow_tsc: (due_tsc != NEVER).then_some(due_tsc),
             stop: input.immediate_exit,
         })
     }

@@ -411,8 +411,7 @@ impl Translator {
         }
         if matches!(
             d.kind,
-            Lowering::String
-                | Lowering::Ac
+            Lowering::Ac
                 | Lowering::ToCr0
                 | Lowering::KeyRights
                 | Lowering::Syscall

@@ -46,6 +46,7 @@ impl Translator {
         self.asm.mov_imm(S1, d.offset.into());
         self.asm
             .call_to(self.trampolines.strings[op as usize][size][repeat]);
+        self.place_refund();
         if !self.input.long {
             narrow(&mut self.asm);
         }
@@ -199,11 +200,11 @@ fn refill_and_retry(
 
 /// Emits the way to `bail`.
 fn give_up(a: &mut Asm, bail: usize, counts: Option<Layout>) {
-    a.load32(S1, gs(SPILL));
-    a.lea(RSP, at(RSP, 8));
+    pop(a, S0);
     if let Some(layout) = counts {
-        exact::refund_noted(a, layout);
+        exact::refund_placed(a, layout);
     }
+    a.load32(S1, gs(SPILL));
     a.jmp_to(bail);
 }
 

@@ -144,6 +144,13 @@ impl Translator {
             exact::note_refund(&mut self.asm, layout, rest);
         }
     }
+    /// Does the same for the trampoline that has just been called, by constants behind the call.
+    pub(super) fn place_refund(&mut self) {
+        if let Some(layout) = self.state.tally.layout() {
+            let rest = self.state.tally.from(self.state.position);
+            exact::place_refund(&mut self.asm, layout, rest);
+        }
+    }
     /// Emits a branch to a trampoline that leaves before the stub's instruction, if a condition is met. At the
     /// trampoline, flags and all registers except r14 are as they are here.
     pub(super) fn leave_if(&mut self, cc: u8, stub: usize, trampoline: usize) {

@@ -97,6 +97,11 @@ pub(crate) const COUNTED_BESIDE: usize = offset_of!(CpuState, engine.counted_bes
 pub(crate) const REFUND_BESIDE: usize = frame(EngineFrame::REFUND_BESIDE);
 pub(crate) const COUNTED_SPILL: usize = frame(EngineFrame::COUNTED_SPILL);
 pub(crate) const COUNTED_EVENTS: usize = offset_of!(CpuState, engine.counted_events);
+pub(crate) const OVERFLOW_AT: usize = offset_of!(CpuState, engine.overflow_at);
+pub(crate) const LOOKED: usize = offset_of!(CpuState, engine.looked);
+pub(crate) const ELAPSED: usize = frame(EngineFrame::ELAPSED);
+pub(crate) const PACE: usize = offset_of!(CpuState, engine.pace);
+pub(crate) const POLL_WINDOW: usize = offset_of!(CpuState, engine.window);
 pub(crate) const COUNTED_SUMS: usize = EngineFrame::COUNTED_SUMS;
 /// Returns the bound of accesses of `size` bytes in segment `n`.
 pub(crate) const fn bound(n: usize, size: u32) -> Mem {

@@ -54,6 +54,8 @@ impl<B: JitBus> Jit<B> {
         countdown::begin(frame, countdown::longest());
         let run_limit = run_limit.filter(|_| self.lockstep.is_none());
         frame.until = run_limit.map_or(0, |l| l.until_tsc);
+        let overflow = run_limit.and_then(|l| l.overflow_tsc);
+        countdown::approach::begin(frame, overflow, host::cpu::rdtsc);
         // SAFETY: translated code runs only below, while `self`, `bus` and `run_limit` are borrowed. The target table
         // belongs to `self` and never moves. The request word is that of `bus`, which stays the same, and the stop byte
         // is that of `run_limit`; without a limit `until` is 0, and the byte is not looked at. A log is only set in
@@ -143,6 +145,7 @@ impl<B: JitBus> Jit<B> {
         cpu.engine.page = page_of(cpu);
         // The stop byte may be gone. It is looked at only where `until` is not 0.
         cpu.engine.until = 0;
+        countdown::approach::begin(&mut cpu.engine, None, host::cpu::rdtsc);
         self.session.resumed = None;
         match self.call(interp, cpu, bus, code) {
             Left::Poll => RunStop::Poll,
@@ -221,10 +224,11 @@ impl<B: JitBus> Jit<B> {
         for _ in 0..core::mem::take(&mut cpu.engine.pauses) {
             bus.pause();
         }
-        let frame = &cpu.engine;
+        let frame = &mut cpu.engine;
         if Reason::of(frame.reason) != Reason::Poll {
             return context.left;
         }
+        countdown::approach::end(frame, host::cpu::rdtsc);
         let flags = unpack(frame.flags);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
         match self.sample(interp, cpu, bus) {

@@ -1,7 +1,7 @@
 //! The countdown: how many instructions translated code may execute until it looks at requests again.
 //!
 //! A host register holds the countdown. A block subtracts its length where it is entered, and polls when the result is
-//! less than zero. Only this file and [`exact`] name the register and the frame's words of the countdown.
+//! less than zero. Only the files of this folder name the register and the frame's words of the countdown.
 //!
 //! # Policy
 //!
@@ -14,8 +14,10 @@
 //! - the fast iterations of a loop get a credit ([`begin_fast_turns`]), and leaving them other than by a link makes the
 //!   next poll come early.
 //!
-//! Code that counts what is retired has a policy of its own: [`exact`].
+//! Code that counts what is retired has a policy of its own: [`exact`]. Before a counter of cycles overflows, looks at
+//! the time come ever closer together: [`approach`].
 
+pub mod approach;
 pub mod exact;
 
 use engine_frame::EngineFrame;
@@ -123,18 +125,20 @@ pub(super) fn poll(a: &mut Asm, go_on: impl FnOnce(&mut Asm)) -> Poll {
     let goes_on = a.here();
     vary_budget(a);
     a.store_imm(gs(CREDIT_LEFT), CREDIT);
+    let returns = a.here();
     go_on(a);
     let here = a.here();
     a.patch(used_up, here);
     let [pauses, missed, is_over, stops] = run_limit_ends(a);
-    a.store_imm(gs(POLLS_LEFT), POLLS as i32);
-    a.jmp_to(goes_on);
+    approach::choose_window(a, goes_on);
+    approach::load_window(a, approach::LEAST_PLAIN);
+    a.jmp_to(returns);
     Poll {
         leaves: vec![pauses, missed, is_over, stops, requested],
     }
 }
 
-/// Emits branches that are taken if the run loop has to be returned to. Changes r14.
+/// Emits branches that are taken if the run loop has to be returned to, and notes the time. Changes r14.
 fn run_limit_ends(a: &mut Asm) -> [usize; 4] {
     // The run loop judges whether the guest only waits for another vCPU.
     a.alu_mem_imm8(true, Alu::Cmp, gs(PAUSES), 0);
@@ -146,6 +150,7 @@ fn run_limit_ends(a: &mut Asm) -> [usize; 4] {
     a.bytes(&[0x0f, 0x31]); // rdtsc
     a.shift(true, 4, RDX, 32);
     a.alu_rr(true, Alu::Or, RAX, RDX);
+    approach::note_time(a);
     a.load(S0, gs(UNTIL));
     a.alu_rr(true, Alu::Sub, S0, RAX);
     pop(a, RDX);

@@ -20,7 +20,7 @@ mod sums;
 pub(crate) use cost::{Cost, Layout};
 pub use sums::*;
 
-use super::{BUDGET, CREDIT, Poll, SOON, run_limit_ends, vary_budget};
+use super::{BUDGET, CREDIT, Poll, SOON, approach, run_limit_ends, vary_budget};
 use crate::{
     asm::*,
     frame::words::*,
@@ -108,6 +108,50 @@ pub(in crate::codegen) fn refund_noted(a: &mut Asm, layout: Layout) {
         for n in 0..2 {
             a.load32(S0, gs(REFUND_BESIDE + 4 * n));
             a.rm(false, &[0x29], S0, beside(n)); // sub
+        }
+    }
+}
+
+/// The opcode of a NOP with a memory operand, whose displacement may be any constant: NOP [RAX + disp32].
+const NOP: [u8; 3] = [0x0f, 0x1f, 0x80];
+
+/// Places constants behind the call of a trampoline: what has not been executed if it leaves the instruction to the
+/// interpreter. They are displacements of NOPs, so that the trampoline may also return to them.
+pub(in crate::codegen) fn place_refund(a: &mut Asm, layout: Layout, cost: Cost) {
+    let words = [
+        cost.countdown as i32,
+        (cost.countdown >> 32) as i32,
+        cost.beside[0],
+        cost.beside[1],
+    ];
+    let words = match layout {
+        Layout::One => &words[..1],
+        Layout::Several => &words,
+    };
+    for word in words {
+        a.bytes(&NOP);
+        a.imm32(*word);
+    }
+}
+
+/// Gives back what [`place_refund`] has placed; r14 has the address behind the call. Changes r13, r14 and flags.
+pub(in crate::codegen) fn refund_placed(a: &mut Asm, layout: Layout) {
+    let place = |n: usize| at(S0, (n * (NOP.len() + 4) + NOP.len()) as i32);
+    match layout {
+        Layout::One => {
+            a.rm(true, &[0x63], S1, place(0)); // movsxd
+            a.alu_rr(true, Alu::Add, COUNTER, S1);
+        }
+        Layout::Several => {
+            a.load32(S1, place(1));
+            a.shift(true, 4, S1, 32);
+            a.alu_rr(true, Alu::Add, COUNTER, S1);
+            a.load32(S1, place(0));
+            a.alu_rr(true, Alu::Add, COUNTER, S1);
+            for n in 0..2 {
+                a.load32(S1, place(2 + n));
+                a.rm(false, &[0x29], S1, beside(n)); // sub
+            }
         }
     }
 }
@@ -200,6 +244,32 @@ pub(in crate::codegen) fn poll(a: &mut Asm, layout: Layout, go_on: impl FnOnce(&
     let goes_on = a.here();
     take_off(a, layout);
     vary_budget(a);
+    set_budget(a, layout);
+    a.store_imm(gs(CREDIT_LEFT), CREDIT);
+    a.alu_imm(true, Alu::Cmp, S0, LEAST_FOR_CREDIT as i32);
+    let has_credit = a.jcc(cc::AE);
+    a.store_imm(gs(CREDIT_LEFT), 0);
+    let here = a.here();
+    a.patch(has_credit, here);
+    let returns = a.here();
+    a.alu_imm(true, Alu::Cmp, S0, LEAST as i32);
+    let may_overflow = a.jcc(cc::B);
+    go_on(a);
+    let here = a.here();
+    a.patch(used_up, here);
+    let mut leaves = run_limit_ends(a).to_vec();
+    approach::choose_window(a, goes_on);
+    take_off(a, layout);
+    approach::load_window(a, approach::LEAST_EXACT);
+    set_budget(a, layout);
+    a.jmp_to(returns);
+    leaves.extend([requested, may_overflow]);
+    Poll { leaves }
+}
+
+/// Sets the countdown to the number of instructions in it, or to as many as there are before a counter may overflow;
+/// this number is in r14 afterwards. Changes flags.
+fn set_budget(a: &mut Asm, layout: Layout) {
     a.load(S0, gs(EVENTS_LEFT));
     a.alu_rr(true, Alu::Cmp, COUNTER, S0);
     // cmova
@@ -216,22 +286,6 @@ pub(in crate::codegen) fn poll(a: &mut Asm, layout: Layout, go_on: impl FnOnce(&
         }
     }
     a.store(gs(COUNTED_FROM), COUNTER);
-    a.store_imm(gs(CREDIT_LEFT), CREDIT);
-    a.alu_imm(true, Alu::Cmp, S0, LEAST_FOR_CREDIT as i32);
-    let has_credit = a.jcc(cc::AE);
-    a.store_imm(gs(CREDIT_LEFT), 0);
-    let here = a.here();
-    a.patch(has_credit, here);
-    a.alu_imm(true, Alu::Cmp, S0, LEAST as i32);
-    let may_overflow = a.jcc(cc::B);
-    go_on(a);
-    let here = a.here();
-    a.patch(used_up, here);
-    let mut leaves = run_limit_ends(a).to_vec();
-    a.store_imm(gs(POLLS_LEFT), super::POLLS as i32);
-    a.jmp_to(goes_on);
-    leaves.extend([requested, may_overflow]);
-    Poll { leaves }
 }
 
 /// Adds to [`COUNTED`] and the other sums what has been counted, which is still in the countdown. Changes the
