@@ -81,6 +81,7 @@ impl<B: JitBus> Jit<B> {
                     cpu.rflags |= rflags::RF;
                 }
                 if needs_stepping(cpu) {
+                    self.stats.interpreted += 1;
                     interp.one(cpu, bus)
                 } else {
                     match self.pass(interp, cpu, bus) {
