@@ -233,7 +233,11 @@ fn string_instructions() {
         long_mode::start(&vcpu, CODE);
         set(&vcpu, [0, at, 0, 0], enabled(&[(1, WRITE_8)]));
         for n in 0..8 {
-            let hit = if at + n == 0x2_2fff { at_copy + 2 } else { at_copy };
+            let hit = if at + n == 0x2_2fff {
+                at_copy + 2
+            } else {
+                at_copy
+            };
             assert_eq!(next(&mut vcpu), Some((hit, 2)), "{at:#x}");
             let regs = vcpu.get_regs().unwrap();
             assert_eq!(regs.rdi, at + n + 1);

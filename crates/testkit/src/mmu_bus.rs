@@ -10,9 +10,7 @@ use std::sync::{
 use guest_memory::{GuestMemory, SlotConfig};
 use host::Mapping;
 use mmu::{Front, Mmu, Ram};
-use x86_cpu::{
-    Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word,
-};
+use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
 use x86_defs::vector;
 
 use crate::surroundings::surroundings;

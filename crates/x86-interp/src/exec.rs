@@ -4,9 +4,7 @@
 //! alignment, vol. 3, 6.15 #AC) and then through the bus. The common case takes one mask test and one comparison:
 //! [`Exec::refresh`] says what these stand for.
 
-use x86_cpu::{
-    Access, BreakpointKind, CpuState, Exception, Fault, GuestBus, Privilege, Word,
-};
+use x86_cpu::{Access, BreakpointKind, CpuState, Exception, Fault, GuestBus, Privilege, Word};
 use x86_defs::{
     control::{cr0, cr4},
     dr,

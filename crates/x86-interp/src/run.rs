@@ -95,7 +95,8 @@ impl<B: GuestBus> Interp<B> {
     pub fn step(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         ex.refresh();
-        let result = step_one(&mut self.blocks, &mut ex, true).or_else(|stop| handle(&mut ex, stop));
+        let result =
+            step_one(&mut self.blocks, &mut ex, true).or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
         if result == Err(Stop::Exit) {
             self.remainder = ex.remainder;

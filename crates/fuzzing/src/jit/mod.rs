@@ -293,7 +293,10 @@ fn differences(
         let pairs = landings[0].iter().zip(landings[1]);
         let first = pairs.take_while(|(a, b)| a == b).count();
         let [a, b] = landings.map(|l| l.get(first));
-        let _ = writeln!(d, "  overflow or breakpoint {first}: interpreter {a:x?}, jit {b:x?}");
+        let _ = writeln!(
+            d,
+            "  overflow or breakpoint {first}: interpreter {a:x?}, jit {b:x?}"
+        );
     }
     let (a, b) = (&mut interp.cpu, &mut jit.cpu);
     forget_uncounted(a);

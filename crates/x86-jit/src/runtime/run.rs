@@ -83,6 +83,7 @@ impl<B: JitBus> Jit<B> {
                     cpu.rflags |= rflags::RF;
                 }
                 if needs_stepping(cpu) {
+                    self.stats.interpreted += 1;
                     interp.one(cpu, bus)
                 } else {
                     match self.pass(interp, cpu, bus) {
