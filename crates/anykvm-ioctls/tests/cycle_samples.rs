@@ -25,7 +25,7 @@ const SVR: u32 = 0x80f;
 const PERIOD: u32 = 150_000;
 const TURNS: u32 = 5_000;
 /// What a half's part of the samples may differ from its part of the time, in points. Looks at the time alone, every
-/// 32,000 instructions, make 25.
+/// 32,000 instructions, make 25 to 43.
 const BAR: f64 = 8.0;
 /// What takes more ticks than this was interrupted by something else on the host's processor. It is left out: there are
 /// few such times, but they are long, and no sample more is taken in them.

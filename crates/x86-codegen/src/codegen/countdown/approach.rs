@@ -132,7 +132,7 @@ pub fn begin(frame: &mut EngineFrame, overflow: Option<u64>, now: impl FnOnce() 
     if left > FAR as u64 {
         return;
     }
-    let window = left * frame.pace >> PACE_SHIFT;
+    let window = (left * frame.pace) >> PACE_SHIFT;
     if window < SHORT {
         frame.polls_left = 0;
         frame.credit_left = 0;
