@@ -26,24 +26,18 @@ const MAX_USES: u32 = 1024;
 /// Number of entries up to which a context is not flushed for that reason.
 const FEW_ENTRIES: usize = 64;
 
-/// An entry of a guest table. A context that comes back compares all of its entries, so what that takes is apart from the
-/// rest.
+/// An entry of a guest table.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     page: HostPage,
     /// The value that the walk saw, with the flags that the walk has set.
     value: u64,
+    /// The page that the entry maps; 0 for an entry above the lowest level.
+    gva: u64,
     offset: u16,
     size: u8,
     level: u8,
-}
-
-/// Where an entry leads.
-#[derive(Clone, Copy, Debug)]
-struct Mapped {
-    /// The page that the entry maps; 0 for an entry above the lowest level.
-    gva: u64,
-    /// `None` for an entry above the lowest level.
+    /// Where an entry of the lowest level leads.
     leaf: Option<Leaf>,
 }
 
@@ -60,7 +54,7 @@ pub(crate) struct Leaf {
 impl Derived {
     /// Bytes of memory that it takes.
     pub(crate) const BYTES: usize =
-        MAX_ENTRIES * (size_of::<Entry>() + size_of::<Mapped>()) + 2 * size_of::<[u16; PLACES]>();
+        MAX_ENTRIES * size_of::<Entry>() + 2 * size_of::<[u16; PLACES]>();
 }
 
 impl Entry {
@@ -88,8 +82,6 @@ fn page_place(gva: u64) -> usize {
 #[derive(Debug)]
 pub(crate) struct Derived {
     entries: Vec<Entry>,
-    /// What the entry at the same place maps.
-    mapped: Vec<Mapped>,
     /// The place at which the last entry with a hash was put.
     places: Box<[u16; PLACES]>,
     /// The place at which the last entry of the lowest level for a page was put.
@@ -106,7 +98,6 @@ impl Derived {
     pub(crate) fn new(pdpte: [u64; 4]) -> Self {
         Self {
             entries: Vec::new(),
-            mapped: Vec::new(),
             places: Box::new([u16::MAX; PLACES]),
             of_page: Box::new([u16::MAX; PLACES]),
             has_more: false,
@@ -118,7 +109,6 @@ impl Derived {
     /// Forgets all entries, because the context's translations are gone.
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
-        self.mapped.clear();
         self.has_more = false;
         self.uses = 0;
     }
@@ -134,34 +124,28 @@ impl Derived {
             writes: 0,
         };
         for step in trail.steps() {
-            let is_small = step.level == 1;
-            let entry = Entry {
+            self.add(Entry {
+                leaf: (step.level == 1).then_some(leaf),
                 page: step.page,
                 value: step.value,
+                gva: if step.level == 1 { gva & !0xfff } else { 0 },
                 offset: step.offset as u16,
                 size: step.size,
                 level: step.level,
-            };
-            let mapped = Mapped {
-                gva: if is_small { gva & !0xfff } else { 0 },
-                leaf: is_small.then_some(leaf),
-            };
-            self.add(entry, mapped);
+            });
         }
     }
 
-    fn add(&mut self, new: Entry, mapped: Mapped) {
+    fn add(&mut self, new: Entry) {
         let hash = (new.page.hva() + u64::from(new.offset)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let place = &mut self.places[(hash >> 56) as usize % PLACES];
-        let n = usize::from(*place);
-        if let Some(old) = self.entries.get_mut(n)
-            && let Some(old_mapped) = self.mapped.get_mut(n)
+        if let Some(old) = self.entries.get_mut(usize::from(*place))
             && old.page == new.page
-            && (old.offset, old.level, old_mapped.gva) == (new.offset, new.level, mapped.gva)
+            && (old.offset, old.level, old.gva) == (new.offset, new.level, new.gva)
             && (old.value ^ new.value) & !(A | D) == 0
         {
             old.value |= new.value;
-            if let (Some(old), Some(new)) = (&mut old_mapped.leaf, &mapped.leaf) {
+            if let (Some(old), Some(new)) = (&mut old.leaf, &new.leaf) {
                 old.walk.dirty |= new.walk.dirty;
             }
             return;
@@ -172,10 +156,9 @@ impl Derived {
         }
         *place = self.entries.len() as u16;
         if new.level == 1 {
-            self.of_page[page_place(mapped.gva)] = self.entries.len() as u16;
+            self.of_page[page_place(new.gva)] = self.entries.len() as u16;
         }
         self.entries.push(new);
-        self.mapped.push(mapped);
     }
 
     /// Notes that the page at `gva`, whose entry is known, was accessed. The page is at `hva`, and if `writes` is not 0 it
@@ -183,9 +166,9 @@ impl Derived {
     pub(crate) fn note_page(&mut self, gva: u64, hva: u64, writes: u64) {
         let gva = gva & !0xfff;
         let place = usize::from(self.of_page[page_place(gva)]);
-        if let Some(mapped) = self.mapped.get_mut(place)
-            && mapped.gva == gva
-            && let Some(leaf) = &mut mapped.leaf
+        if let Some(entry) = self.entries.get_mut(place)
+            && (entry.gva, entry.level) == (gva, 1)
+            && let Some(leaf) = &mut entry.leaf
         {
             if leaf.hva != hva || writes != 0 {
                 leaf.writes = writes;
@@ -196,8 +179,8 @@ impl Derived {
 
     /// Returns the pages of the lowest level's entries, and where they lead.
     pub(crate) fn leaves(&self) -> impl Iterator<Item = (u64, Leaf)> {
-        let leaf = |m: &Mapped| Some((m.gva, m.leaf?));
-        self.mapped.iter().filter_map(leaf)
+        let leaf = |e: &Entry| Some((e.gva, e.leaf?));
+        self.entries.iter().filter_map(leaf)
     }
 
     /// Compares all entries with memory. Pages that have to be dropped come to `changed`, and their entries are forgotten.
@@ -217,8 +200,8 @@ impl Derived {
             if e.level != 1 || changed.len() == MAX_CHANGED {
                 return Found::Everything;
             }
+            changed.push(e.gva);
             self.entries.swap_remove(n);
-            changed.push(self.mapped.swap_remove(n).gva);
         }
         Found::Pages
     }
