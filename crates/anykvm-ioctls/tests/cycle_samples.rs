@@ -24,8 +24,8 @@ const SVR: u32 = 0x80f;
 /// Ticks between two samples, about.
 const PERIOD: u32 = 150_000;
 const TURNS: u32 = 5_000;
-/// What a half's part of the samples may differ from its part of the time, in points. Looks at the time alone, every
-/// 32,000 instructions, make 25 to 43.
+/// What a half's part of the samples may differ from its part of the time, in points. If the overflow were noticed at the
+/// next look at the time, whenever that is, the difference would be several times as much.
 const BAR: f64 = 8.0;
 /// What takes more ticks than this was interrupted by something else on the host's processor. It is left out: there are
 /// few such times, but they are long, and no sample more is taken in them.

@@ -224,10 +224,15 @@ impl Reach {
         2 * (n as usize & (LARGE_ENTRIES - 1))
     }
 
+    /// Returns the first word of a map, which is at the offset `map` for the first entry.
+    fn map_start(place: usize, map: usize) -> usize {
+        map / 8 + (place << MAPS_SCALE)
+    }
+
     /// Returns the words that have a page's bits for reads and for writes, and the bit.
     fn map_places(place: usize, gva: u64) -> ([usize; 2], u64) {
         let page = (gva >> 12) as usize % PIECE_PAGES;
-        let word = |map: usize| map / 8 + (place << MAPS_SCALE) + page / 64;
+        let word = |map: usize| Self::map_start(place, map) + page / 64;
         (LARGE_MAPS.map(word), 1 << (page % 64))
     }
 
@@ -309,7 +314,7 @@ impl Reach {
         let is_old = load(&self.large, place) == tag && same(old) == same(data);
         let set = |map: usize, bits: [u64; MAP_WORDS]| {
             for (n, bits) in bits.into_iter().enumerate() {
-                store(&self.large, map / 8 + (place << MAPS_SCALE) + n, bits);
+                store(&self.large, Self::map_start(place, map) + n, bits);
             }
         };
         if !is_old {
@@ -345,7 +350,7 @@ impl Reach {
     fn note_full(&self, place: usize) {
         let mut data = load(&self.large, place + 1);
         for (map, all) in LARGE_MAPS.into_iter().zip(ALL) {
-            let first = map / 8 + (place << MAPS_SCALE);
+            let first = Self::map_start(place, map);
             let is_full = (first..first + MAP_WORDS).all(|n| load(&self.large, n) == u64::MAX);
             data = if is_full { data | all } else { data & !all };
         }
@@ -394,10 +399,10 @@ impl Reach {
             .filter(|(_, host)| **host == first)
         {
             let place = 2 * (n * GROUPS + group);
-            if load(&self.large, place + 1) & PAGE == first {
+            let data = load(&self.large, place + 1);
+            if data & PAGE == first {
                 let ([_, writes], bit) = Self::map_places(place, gva);
                 store(&self.large, writes, load(&self.large, writes) & !bit);
-                let data = load(&self.large, place + 1);
                 store(&self.large, place + 1, data & !ALL[1]);
             }
         }

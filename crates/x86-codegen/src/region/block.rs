@@ -41,8 +41,8 @@ pub(crate) const FETCHED: usize = 64;
 /// which is a block of its own.
 ///
 /// `is_loop`: a branch back leads here. `is_ahead`: the block has not been executed yet, so nothing is fetched from
-/// another page. `stops`: offsets at which no instruction is taken into a block. `turns`: how many iterations the loops within a hot block make, as far as that is known; `None` if the
-/// block is not hot.
+/// another page. `stops`: offsets at which no instruction is taken into a block. `turns`: how many iterations the loops
+/// within a hot block make, as far as that is known; `None` if the block is not hot.
 pub fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     forms: &mut Forms,
@@ -232,9 +232,12 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
                 return Next::End;
             }
         }
-        let is_full = self.out.len() >= self.most;
-        let is_full = is_full || is_stop(self.stops, next);
-        match kind.ends_block() || is_full || next >= 0x1000 || self.straddles {
+        let ends = kind.ends_block()
+            || self.out.len() >= self.most
+            || is_stop(self.stops, next)
+            || next >= 0x1000
+            || self.straddles;
+        match ends {
             true => Next::End,
             false => Next::Decode,
         }

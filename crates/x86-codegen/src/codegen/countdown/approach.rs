@@ -24,8 +24,10 @@ const LEAST_PACE: u64 = (1 << PACE_SHIFT) / 64;
 const MOST_PACE: u64 = 1 << PACE_SHIFT;
 /// An overflow that is more ticks away is not approached yet.
 const FAR: i32 = 1 << 28;
-/// The shortest window, in instructions.
-const LEAST: u64 = 64;
+/// The shortest window of code that counts nothing, in instructions.
+pub(super) const LEAST_PLAIN: u64 = 64;
+/// That of code that counts: longer than any block.
+pub(super) const LEAST_EXACT: u64 = 512;
 /// Windows of fewer instructions are the countdown itself; longer ones are a number of polls.
 const SHORT: u64 = BUDGET as u64 + 1000;
 /// log2 of the instructions between two polls, at most: a budget, and the credit of fast iterations.
@@ -109,11 +111,6 @@ pub(super) fn load_window(a: &mut Asm, least: u64) {
     // cmovb
     a.rr(true, &[0x0f, 0x42], COUNTER, S0);
 }
-
-/// The shortest window of code that counts nothing.
-pub(super) const LEAST_PLAIN: u64 = LEAST;
-/// That of code that counts: longer than any block.
-pub(super) const LEAST_EXACT: u64 = 512;
 
 /// Sets the point in time at which a counter of cycles overflows, in ticks of the host's TSC, and the window from `now`
 /// on. `None`: no counter of cycles overflows.
