@@ -1,13 +1,15 @@
 /*
  * Whether a processor sees what another one does to an address space that it is not running at the moment.
  *
- *     check ROUNDS
+ *     check ROUNDS [PARAMETER]
  *
  * A thread on the first processor takes turns with another process; one on the second gives a page of theirs another
  * place in memory, again and again, and says which number it has written there. Ends with 1 if the first one then reads
- * anything else, and with 0 otherwise.
+ * anything else, and with 0 otherwise. PARAMETER is the module's file to which a process writes whose changes are not to
+ * be looked for.
  */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -20,10 +22,14 @@
 #include <unistd.h>
 
 static volatile uint64_t *page;
-/* The number that is about to be written, and that was. */
-static atomic_ulong begun, said;
-static atomic_int is_over;
+/* What the threads tell each other, in one page: `begun` is about to be written, `said` was. */
+static struct {
+	_Alignas(4096) atomic_ulong begun;
+	atomic_ulong said;
+	atomic_int is_over;
+} told;
 static unsigned long rounds;
+static const char *parameter;
 
 static void stay_on(int cpu)
 {
@@ -37,12 +43,20 @@ static void stay_on(int cpu)
 static void *change(void *unused)
 {
 	stay_on(1);
+	/* The page gets its own place, which fork shared, while changes are looked for: else its readers wait for ever. */
+	atomic_store(&told.begun, 0);
+	if (parameter) {
+		int file = open(parameter, O_WRONLY);
+		if (file < 0 || write(file, "1", 1) != 1)
+			exit(2);
+		close(file);
+	}
 	for (unsigned long n = 1; n <= rounds; n++) {
-		atomic_store(&begun, n);
+		atomic_store(&told.begun, n);
 		if (madvise((void *)page, 4096, MADV_DONTNEED))
 			exit(2);
 		*page = n;
-		atomic_store(&said, n);
+		atomic_store(&told.said, n);
 		/* The page that went is somebody else's by now. */
 		volatile uint64_t *other = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		if (other == MAP_FAILED)
@@ -52,7 +66,7 @@ static void *change(void *unused)
 		if (n % 16 == 0)
 			usleep(50);
 	}
-	atomic_store(&is_over, 1);
+	atomic_store(&told.is_over, 1);
 	return unused;
 }
 
@@ -62,6 +76,7 @@ int main(int argc, char **argv)
 	unsigned long reads = 0, stale = 0;
 
 	rounds = argc > 1 ? strtoul(argv[1], 0, 10) : 0;
+	parameter = argc > 2 ? argv[2] : 0;
 	page = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (!rounds || page == MAP_FAILED)
 		return 2;
@@ -74,12 +89,12 @@ int main(int argc, char **argv)
 	}
 	if (child < 0 || pthread_create(&thread, 0, change, 0))
 		return 2;
-	while (!atomic_load(&is_over)) {
+	while (!atomic_load(&told.is_over)) {
 		sched_yield();
-		unsigned long want = atomic_load(&said);
+		unsigned long want = atomic_load(&told.said);
 		uint64_t now = *page;
 		/* Nothing has changed meanwhile. */
-		if (want == atomic_load(&begun) && now != want)
+		if (want == atomic_load(&told.begun) && now != want)
 			stale++;
 		reads++;
 	}

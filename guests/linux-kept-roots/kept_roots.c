@@ -58,9 +58,22 @@ struct kept_roots {
 	struct noted noted[SETS][WAYS];
 };
 
-/* For the test of the test: changes of address spaces are not looked for. */
-static bool careless;
-module_param(careless, bool, 0400);
+/*
+ * For the test of the test: changes of this one address space are not looked for. A process names its own by writing
+ * anything to the parameter. With every address space careless, the shell that runs the test would be lost as well.
+ */
+static u64 careless;
+
+static int set_careless(const char *value, const struct kernel_param *unused)
+{
+	if (!current->mm)
+		return -EINVAL;
+	WRITE_ONCE(careless, current->mm->context.ctx_id);
+	return 0;
+}
+
+static const struct kernel_param_ops careless_ops = { .set = set_careless };
+module_param_cb(careless, &careless_ops, NULL, 0200);
 
 static DEFINE_PER_CPU(struct kept_roots *, own);
 static unsigned long function;
@@ -87,7 +100,7 @@ __visible notrace __attribute__((used)) bool kept_roots_load(pgd_t *pgd)
 	gen = atomic64_read(&mm->context.tlb_gen);
 	for (n = 0; n < WAYS && set[n].root != root; n++)
 		;
-	if (n < WAYS && set[n].ctx_id == id && (set[n].tlb_gen == gen || careless)) {
+	if (n < WAYS && set[n].ctx_id == id && (set[n].tlb_gen == gen || id == READ_ONCE(careless))) {
 		this->kept++;
 		native_write_cr3(root | KEEP);
 		return true;
