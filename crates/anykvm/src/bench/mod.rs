@@ -43,6 +43,7 @@ fn known() -> impl Iterator<Item = &'static str> {
         .chain(memory::names())
         .chain(dirtylog::PARTS)
         .chain(wp::names())
+        .chain(vpmu::PARTS)
 }
 
 /// Runs `anykvm bench`. Returns the exit status and the line to print with it.
