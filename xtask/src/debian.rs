@@ -10,6 +10,24 @@ use std::{
 
 use crate::tool::tool;
 
+/// Commands that fetch the lists of packages: those of the host's architecture, then all.
+///
+/// While a mirror is updated, it may lack one list. apt then keeps all old lists of that suite. So a list of a foreign
+/// architecture must not be asked for before those of the host's are there.
+pub(crate) const UPDATES: [&str; 2] = [
+    "apt-get update -q -o APT::Architectures=amd64 -o APT::Get::List-Cleanup=0",
+    "apt-get update -q",
+];
+
+/// Fetches the lists of packages, as root. If a package is missing because that fails, the error comes later.
+pub(crate) fn update_lists() {
+    for command in UPDATES {
+        if let Err(error) = tool(Command::new("sh").args(["-c", command])) {
+            eprintln!("xtask: going on with the lists there are: {error}");
+        }
+    }
+}
+
 /// Installs the packages that are missing, for which it needs root.
 pub(crate) fn install(packages: &[&str]) -> Result<(), String> {
     let missing: Vec<&str> = packages
@@ -89,11 +107,18 @@ pub(crate) fn unpack(package: &str, name: &str) -> Result<PathBuf, String> {
     if package.ends_with(":i386") {
         add_i386()?;
     }
-    tool(
-        Command::new("apt-get")
-            .args(["download", "-qq", package])
-            .current_dir(&download),
-    )?;
+    let fetch = || {
+        let mut apt = Command::new("apt-get");
+        tool(
+            apt.args(["download", "-qq", package])
+                .current_dir(&download),
+        )
+    };
+    // Old lists may not know the package, or name a version that the mirror has no more.
+    if fetch().is_err() {
+        update_lists();
+        fetch()?;
+    }
     let deb = fs::read_dir(&download)
         .map_err(cannot)?
         .filter_map(|entry| Some(entry.ok()?.path()))
@@ -113,10 +138,6 @@ fn add_i386() -> Result<(), String> {
         return Ok(());
     }
     tool(Command::new("dpkg").args(["--add-architecture", "i386"]))?;
-    // A mirror in the middle of an update fails for one list of many. If a package is missing because of that, the
-    // error comes later.
-    if let Err(error) = tool(Command::new("apt-get").args(["update", "-qq"])) {
-        eprintln!("xtask: going on with the lists there are: {error}");
-    }
+    update_lists();
     Ok(())
 }

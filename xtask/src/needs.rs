@@ -3,7 +3,10 @@
 
 use std::{fs, path::Path, process::Command};
 
-use crate::{debian::is_installed, tool::tool};
+use crate::{
+    debian::{UPDATES, is_installed},
+    tool::tool,
+};
 
 /// All packages that the steps use.
 const PACKAGES: &[&str] = &[
@@ -32,9 +35,6 @@ const PACKAGES: &[&str] = &[
 /// The architecture of busybox, the 32-bit program of the suite.
 const ARCHITECTURE: &str = "i386";
 
-/// Fetches the lists of packages.
-const UPDATE: &str = "apt-get update";
-
 /// What is missing.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Missing {
@@ -62,13 +62,15 @@ impl Missing {
 
     /// Returns the commands for root's shell that install what is missing.
     fn commands(&self) -> Vec<String> {
-        let mut commands = Vec::new();
+        if self.is_nothing() {
+            return Vec::new();
+        }
+        let [own, all] = UPDATES.map(str::to_owned);
+        let mut commands = vec![own];
         if self.architecture {
             commands.push(format!("dpkg --add-architecture {ARCHITECTURE}"));
         }
-        if !self.is_nothing() {
-            commands.push(UPDATE.to_owned());
-        }
+        commands.push(all);
         if !self.packages.is_empty() {
             commands.push(format!(
                 "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends {}",
@@ -93,7 +95,7 @@ pub(crate) fn check() -> Result<(), String> {
         return Err(format!(
             "this machine lacks something. Please run this once, then again what you ran:\n\n    \
              sudo sh -c '{}'\n",
-            commands.join(" && ")
+            commands.join("; ")
         ));
     }
     install(&commands)?;
@@ -111,9 +113,8 @@ fn install(commands: &[String]) -> Result<(), String> {
     for command in commands {
         eprintln!("ci: {command}");
         match tool(Command::new("sh").args(["-c", command])) {
-            // A mirror in the middle of an update fails for one list of many. What counts is whether the packages can
-            // be installed.
-            Err(error) if command == UPDATE => {
+            // What counts is whether the packages can be installed.
+            Err(error) if UPDATES.contains(&command.as_str()) => {
                 eprintln!("ci: going on with the lists there are: {error}");
             }
             result => _ = result?,
@@ -152,8 +153,9 @@ mod tests {
             architecture: true,
             lists: true,
         };
-        let text = missing.commands().join(" && ");
-        assert!(text.starts_with("dpkg --add-architecture i386 && apt-get update && "));
+        let text = missing.commands().join("; ");
+        let [own, all] = UPDATES;
+        assert!(text.starts_with(&format!("{own}; dpkg --add-architecture i386; {all}; ")));
         assert!(text.ends_with(" gdb zstd"), "{text}");
         assert!(Missing::default().commands().is_empty());
     }
