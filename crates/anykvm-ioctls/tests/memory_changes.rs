@@ -37,10 +37,23 @@ fn protect(machine: &Machine, gpa: u64, pages: usize, rights: libc::c_int) {
     drop(change);
 }
 
+/// The page whose memory KVM_RUN says it cannot access.
 #[track_caller]
-fn faults(vcpu: &mut VcpuFd, rip: u64) {
+fn fault(result: Result<VcpuExit<'_>, anykvm_ioctls::Error>) -> u64 {
+    match result {
+        Ok(VcpuExit::MemoryFault {
+            flags: 0,
+            gpa,
+            size: 4096,
+        }) => gpa,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[track_caller]
+fn faults(vcpu: &mut VcpuFd, rip: u64, page: u64) {
     for _ in 0..2 {
-        assert_eq!(vcpu.run().unwrap_err().errno(), libc::EFAULT);
+        assert_eq!(fault(vcpu.run()), page);
         assert_eq!(vcpu.get_regs().unwrap().rip, rip);
     }
 }
@@ -57,7 +70,7 @@ fn a_table_that_cannot_be_accessed_is_no_page_fault_of_the_guest() {
     for table in 0..3 {
         long_mode::start(&vcpu, CODE);
         protect(&machine, PML4 + table * 4096, 1, NONE);
-        faults(&mut vcpu, CODE);
+        faults(&mut vcpu, CODE, PML4 + table * 4096);
         protect(&machine, PML4 + table * 4096, 1, BOTH);
         assert!(matches!(vcpu.run(), Ok(VcpuExit::Hlt)));
     }
@@ -73,7 +86,7 @@ fn a_table_that_cannot_be_accessed_is_no_page_fault_of_the_guest() {
         a.hlt()
     });
     long_mode::start(&vcpu, CODE);
-    faults(&mut vcpu, CODE);
+    faults(&mut vcpu, CODE, PML4 + 0x2000);
     protect(&machine, PML4, 3, BOTH);
     assert!(matches!(vcpu.run(), Ok(VcpuExit::Hlt)));
     let leaf = u64::from_le_bytes(machine.read(PML4 + 0x2000));
@@ -96,7 +109,7 @@ fn an_exception_whose_frame_has_no_memory_comes_once() {
         let mut vcpu = machine.vcpu(gone >> 12, CODE);
         machine.handle_page_faults(&vcpu, [GDT, IDT], HANDLER);
         protect(&machine, gone, 1, NONE);
-        faults(&mut vcpu, code);
+        faults(&mut vcpu, code, gone);
         protect(&machine, gone, 1, BOTH);
         assert!(matches!(vcpu.run(), Ok(VcpuExit::Hlt)), "{gone:#x}");
         let regs = vcpu.get_regs().unwrap();
@@ -124,7 +137,7 @@ fn an_interrupt_whose_frame_has_no_memory_is_not_lost() {
     let mut interrupt = kvm_interrupt { irq: 14 };
     guest::ioctl(&vcpu, KVM_INTERRUPT, &mut interrupt).unwrap();
     protect(&machine, STACK, 1, NONE);
-    faults(&mut vcpu, CODE);
+    faults(&mut vcpu, CODE, STACK);
     protect(&machine, STACK, 1, BOTH);
     assert!(matches!(vcpu.run(), Ok(VcpuExit::Hlt)));
     let regs = vcpu.get_regs().unwrap();
@@ -145,7 +158,7 @@ fn a_string_stops_in_the_middle_and_goes_on() {
     (regs.rsi, regs.rdi, regs.rcx) = (0x1_0000, 0x2_0000, 8192);
     vcpu.set_regs(&regs).unwrap();
     protect(&machine, 0x2_1000, 1, READ);
-    faults(&mut vcpu, CODE);
+    faults(&mut vcpu, CODE, 0x2_1000);
     let regs = vcpu.get_regs().unwrap();
     assert_eq!((regs.rsi, regs.rdi, regs.rcx), (0x1_1000, 0x2_1000, 4096));
     protect(&machine, 0x2_1000, 1, BOTH);
@@ -164,7 +177,7 @@ fn an_access_that_crosses_a_page_writes_all_or_nothing() {
         let mut vcpu = machine.vcpu(page >> 12, CODE);
         machine.write(DATA + 0xffc, &[7; 8]);
         protect(&machine, page, 1, READ);
-        faults(&mut vcpu, CODE);
+        faults(&mut vcpu, CODE, page);
         assert_eq!(machine.read::<8>(DATA + 0xffc), [7; 8]);
         protect(&machine, page, 1, BOTH);
         assert!(matches!(vcpu.run(), Ok(VcpuExit::Hlt)));
@@ -188,7 +201,7 @@ fn a_guest_that_is_stepped_goes_on_where_it_was() {
     vcpu.set_guest_debug(&debug).unwrap();
     for done in 0..2 {
         protect(&machine, DATA, 1, READ);
-        faults(&mut vcpu, CODE + done * 8);
+        faults(&mut vcpu, CODE + done * 8, DATA);
         protect(&machine, DATA, 1, BOTH);
         assert!(matches!(vcpu.run(), Ok(VcpuExit::Debug(_))));
         assert_eq!(u64::from_le_bytes(machine.read(DATA)), done + 1);
@@ -226,7 +239,7 @@ fn tables_that_change_under_running_vcpus_raise_nothing() {
                 let mut faults = 0;
                 while !is_over.load(Ordering::Relaxed) {
                     match vcpu.run() {
-                        Err(e) if e.errno() == libc::EFAULT => faults += 1,
+                        Ok(VcpuExit::MemoryFault { .. }) => faults += 1,
                         Err(e) if e.errno() == libc::EINTR => {}
                         other => panic!("{other:?}"),
                     }

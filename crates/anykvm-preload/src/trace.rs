@@ -179,7 +179,7 @@ impl Trace {
                 .try_part(|line| write_argument(line, number as u32, argument as u64, When::After));
         }
         if number == KVM_RUN
-            && (result >= 0 || errno == libc::EINTR)
+            && (result >= 0 || matches!(errno, libc::EINTR | libc::EFAULT))
             && let Some(run) = run_of(fd)
         {
             is_cut |= !line.try_part(|line| write_exit(line, run));

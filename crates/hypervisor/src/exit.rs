@@ -248,8 +248,11 @@ pub enum Exit {
         /// KVM_SYSTEM_EVENT_*.
         kind: u32,
     },
-    /// No exit: KVM_RUN fails with EFAULT, because the guest accessed RAM that the VMM has not mapped.
-    HostFault,
+    /// KVM_EXIT_MEMORY_FAULT, with which KVM_RUN fails with EFAULT: the guest accessed RAM that the VMM has not mapped, or not so.
+    MemoryFault {
+        /// Guest-physical address of the page.
+        gpa: u64,
+    },
     /// KVM_EXIT_INTERNAL_ERROR.
     InternalError {
         /// KVM_INTERNAL_ERROR_*.

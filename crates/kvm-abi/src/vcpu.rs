@@ -126,6 +126,7 @@ impl Vcpu {
     /// # Errors
     ///
     /// EINTR for `immediate_exit` or a kick, EAGAIN for a vCPU that waits for its start-up IPI,
+    /// EFAULT, with KVM_EXIT_MEMORY_FAULT in the run page, for guest memory that the process cannot access,
     /// EINVAL for sync register flags that do not exist or registers that cannot be.
     pub fn run(&self) -> Result<()> {
         THREAD.with(|thread| self.run_on(thread))

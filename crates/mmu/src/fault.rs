@@ -120,7 +120,9 @@ impl Mmu {
         let pages = self.slot(slot).filter(|s| !(write && s.is_readonly()));
         let pages = pages.ok_or(device)?;
         let index = pages.page_index(gpa).ok_or(device)?;
-        let host = pages.page_for(index, write).ok_or(Miss::Host)?;
+        let host = pages.page_for(index, write).ok_or(Miss::Host {
+            gpa: gpa & !(PAGE_SIZE - 1),
+        })?;
         Ok(Mapped {
             translated,
             at: SlotPage { space, slot, index },

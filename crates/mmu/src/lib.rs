@@ -108,7 +108,10 @@ pub enum Miss {
         gpa: u64,
     },
     /// RAM, of the access or of a table on the way to it, that the process cannot access so, as the VMM has it: nothing was done.
-    Host,
+    Host {
+        /// Guest-physical address of the page.
+        gpa: u64,
+    },
 }
 
 /// Where a gva leads.

@@ -21,7 +21,7 @@ impl Mmu {
 fn fault<T>(result: Result<T, Miss>) -> Result<T, Fault> {
     result.map_err(|miss| match miss {
         Miss::Exception(e) => e.into(),
-        Miss::Device { .. } | Miss::Host => Fault::Exit,
+        Miss::Device { .. } | Miss::Host { .. } => Fault::Exit,
     })
 }
 

@@ -87,7 +87,7 @@ impl Mmu {
                 walk,
                 is_walked: true,
             }),
-            Err(WalkFault::Host) => Err(Miss::Host),
+            Err(WalkFault::Host(gpa)) => Err(Miss::Host { gpa }),
             Err(WalkFault::Page(bits)) => Err(self.page_fault(cpu, gva, access, who, bits)),
         }
     }

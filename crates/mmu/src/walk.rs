@@ -3,7 +3,7 @@
 use guest_memory::{HostPage, SlotTable};
 use x86_cpu::Access;
 use x86_defs::{
-    paging::{A, ADDR_MASK, D, G, NX, P, PKEY_SHIFT, PS, RW, US},
+    paging::{A, ADDR_MASK, D, G, NX, P, PAGE_SIZE, PKEY_SHIFT, PS, RW, US},
     vector::pf,
 };
 
@@ -29,8 +29,8 @@ pub struct Walk {
 pub enum WalkFault {
     /// The error-code bits that the tables are responsible for (P, RSVD, PK). The access's own bits are added by the caller.
     Page(u16),
-    /// The process cannot access a table as the walk has to.
-    Host,
+    /// The process cannot access the table in the page of this gpa as the walk has to.
+    Host(u64),
 }
 
 /// A table of the guest's, and how the walk came to it.
@@ -268,7 +268,9 @@ impl Walker<'_> {
         *self.near = slot;
         let pages = self.slots.slots(space).get(slot).ok_or(NOT_PRESENT)?;
         let index = pages.page_index(gpa).ok_or(NOT_PRESENT)?;
-        let page = pages.page(index).ok_or(WalkFault::Host)?;
+        let page = pages
+            .page(index)
+            .ok_or(WalkFault::Host(gpa & !(PAGE_SIZE - 1)))?;
         Ok(Table {
             slot,
             index,
@@ -308,7 +310,8 @@ impl Walker<'_> {
                 continue;
             }
             if slot.writable_page(index).is_none() {
-                return Err(WalkFault::Host);
+                let gpa = slot.config().gpa + index as u64 * PAGE_SIZE;
+                return Err(WalkFault::Host(gpa));
             }
             if !page.compare_exchange(entry.offset, size, entry.value, entry.value | want) {
                 return Ok(false);

@@ -18,6 +18,10 @@ enum { PAGE = 4096, PAGES = 16, DATA = 0x20000, CPUS = 2 };
 #define MADV_GUARD_INSTALL 102
 #define MADV_GUARD_REMOVE 103
 #endif
+#ifndef KVM_EXIT_MEMORY_FAULT
+#define KVM_EXIT_MEMORY_FAULT 39
+#define KVM_CAP_MEMORY_FAULT_INFO 232
+#endif
 
 static int kvm, vm;
 /* What is under the guest's DATA: a file, which is also seen elsewhere. */
@@ -73,11 +77,24 @@ static void goes_on(int port, int value)
     CHECK(told == value);
 }
 
-static void faults_at(uint64_t at)
+/* The page that an EFAULT is about. */
+static uint64_t fault_page(const struct kvm_run *of)
+{
+    struct memory_fault {
+        uint64_t flags, gpa, size;
+    } fault;
+    memcpy(&fault, &of->io, sizeof fault);
+    CHECK(of->exit_reason == KVM_EXIT_MEMORY_FAULT);
+    CHECK(fault.flags == 0 && fault.size == PAGE);
+    return fault.gpa;
+}
+
+static void faults_at(uint64_t at, uint64_t page)
 {
     for (int n = 0; n < 3; n++) {
         CHECK(ioctl(vcpu, KVM_RUN, 0) == -1 && errno == EFAULT);
         CHECK(rip(vcpu) == at);
+        CHECK(fault_page(run) == page);
     }
 }
 
@@ -85,7 +102,7 @@ static void faults_at(uint64_t at)
 #define IS_AWAY(call, value)           \
     do {                               \
         int told = value;              \
-        faults_at(READ);               \
+        faults_at(READ, DATA);         \
         CHECK(call);                   \
         goes_on(0x10, told);           \
         goes_on(0x11, told);           \
@@ -102,7 +119,7 @@ static void calls(void)
     /* Reads go on where writes may not. */
     CHECK(mprotect(data, size, PROT_READ) == 0);
     goes_on(0x10, value);
-    faults_at(WRITE);
+    faults_at(WRITE, DATA);
     CHECK(data[0] == value);
     CHECK(mprotect(data, PAGE, both) == 0);
     goes_on(0x11, value++);
@@ -156,7 +173,7 @@ static void calls(void)
     set_slot(0, 0, low, 2 * PAGE);
     goes_on(0x10, value);
     CHECK(mprotect(low + PAGE, PAGE, PROT_NONE) == 0);
-    faults_at(WRITE);
+    faults_at(WRITE, 0x1000);
     CHECK(mprotect(low + PAGE, PAGE, PROT_READ) == 0);
     goes_on(0x11, value++);
     goes_on(0x10, value);
@@ -166,7 +183,7 @@ static void calls(void)
     shmctl(shm, IPC_RMID, NULL);
     goes_on(0x11, value);
     CHECK(data[0] == 1 && shmdt(data) == 0);
-    faults_at(READ);
+    faults_at(READ, DATA);
     CHECK(mmap(data, size, both, MAP_SHARED | MAP_FIXED, file, 0) == data);
     goes_on(0x10, value);
     goes_on(0x11, value);
@@ -246,6 +263,7 @@ static void *running(void *of)
         int result = ioctl(cpu->fd, KVM_RUN, 0);
         CHECK(result == -1 && (errno == EFAULT || errno == EINTR));
         if (errno == EFAULT) {
+            CHECK(fault_page(cpu->run) == (uint64_t)DATA + cpu->number * PAGE);
             cpu->faults++;
             if (waits) {
                 unsigned now = round_now;
@@ -361,6 +379,7 @@ int main(int arguments, char **argument)
     CHECK(kvm >= 0);
     vm = ioctl(kvm, KVM_CREATE_VM, 0);
     CHECK(vm >= 0);
+    CHECK(ioctl(vm, KVM_CHECK_EXTENSION, KVM_CAP_MEMORY_FAULT_INFO) == 1);
     int size = PAGES * PAGE;
     file = memfd_create("guest", MFD_CLOEXEC);
     CHECK(file >= 0 && ftruncate(file, size) == 0);

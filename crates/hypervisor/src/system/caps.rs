@@ -117,6 +117,7 @@ const fn is_there(cap: u32) -> bool {
             | KVM_CAP_DISABLE_QUIRKS
             | KVM_CAP_VM_TYPES
             | KVM_CAP_PRE_FAULT_MEMORY
+            | KVM_CAP_MEMORY_FAULT_INFO
             | KVM_CAP_HYPERV
             | KVM_CAP_HYPERV_VAPIC
             | KVM_CAP_HYPERV_SPIN

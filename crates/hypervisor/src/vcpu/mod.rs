@@ -193,6 +193,12 @@ impl Vcpu {
             Err(error) => {
                 // A VMM reads if_flag, cr8 and apic_base after EINTR, too.
                 page.store_status(&status);
+                // EFAULT is the only error that comes with an exit.
+                if matches!(error, Error::Fault)
+                    && let Some(exit) = inner.bus.exit.take()
+                {
+                    page.store(&exit, &status);
+                }
                 Err(error)
             }
         }

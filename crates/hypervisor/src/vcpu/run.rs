@@ -69,8 +69,7 @@ impl Inner {
         if self.bus.exit.is_none() {
             self.run_until_exit(input, goes_on)?;
         }
-        if matches!(self.bus.exit, Some(Exit::HostFault)) {
-            self.bus.exit = None;
+        if matches!(self.bus.exit, Some(Exit::MemoryFault { .. })) {
             return Err(Error::Fault);
         }
         self.note_exit();
@@ -138,7 +137,7 @@ impl Inner {
             return false;
         }
         let stop = jit.resume(&mut self.interp, cpu, bus);
-        if !self.stopped(stop) || matches!(self.bus.exit, Some(Exit::HostFault)) {
+        if !self.stopped(stop) || matches!(self.bus.exit, Some(Exit::MemoryFault { .. })) {
             return false;
         }
         self.note_exit();

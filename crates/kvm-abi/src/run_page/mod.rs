@@ -265,8 +265,14 @@ impl RunPage {
                 (KVM_EXIT_HYPERCALL, Question::Hypercall)
             }
             Exit::HyperV(ref exit) => (KVM_EXIT_HYPERV, self.store_hyperv(exit)),
-            // `Vcpu::run` returns an error for this, and no exit.
-            Exit::HostFault => (KVM_EXIT_UNKNOWN, Question::None),
+            Exit::MemoryFault { gpa } => {
+                self.set_union(MemoryFault {
+                    flags: 0,
+                    gpa,
+                    size: PAGE_SIZE as u64,
+                });
+                (KVM_EXIT_MEMORY_FAULT, Question::None)
+            }
             Exit::SystemEvent { kind } => {
                 self.set_union([kind, 0]);
                 (KVM_EXIT_SYSTEM_EVENT, Question::None)
@@ -460,6 +466,7 @@ type Hypercall = kvm_run__bindgen_ty_1__bindgen_ty_8;
 type TprAccess = kvm_run__bindgen_ty_1__bindgen_ty_9;
 type Internal = kvm_run__bindgen_ty_1__bindgen_ty_13;
 type Msr = kvm_run__bindgen_ty_1__bindgen_ty_23;
+type MemoryFault = kvm_run__bindgen_ty_1__bindgen_ty_27;
 
 type Synic = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_1;
 type HyperVCall = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_2;

@@ -198,7 +198,7 @@ fn every_exit_has_its_reason_and_the_status_fields() {
         (Exit::IrqWindowOpen, KVM_EXIT_IRQ_WINDOW_OPEN),
         (Exit::SetTpr, KVM_EXIT_SET_TPR),
         (Exit::IoapicEoi { vector: 9 }, KVM_EXIT_IOAPIC_EOI),
-        (Exit::HostFault, KVM_EXIT_UNKNOWN),
+        (Exit::MemoryFault { gpa: 0x8000 }, KVM_EXIT_MEMORY_FAULT),
         (Exit::SystemEvent { kind: 2 }, KVM_EXIT_SYSTEM_EVENT),
         (internal, KVM_EXIT_INTERNAL_ERROR),
         (debug, KVM_EXIT_DEBUG),

@@ -113,6 +113,13 @@ pub fn write_exit(out: &mut dyn Write, run: u64) -> fmt::Result {
         },
         KVM_EXIT_SYSTEM_EVENT => write!(out, ",\"type\":{}", word(details))?,
         KVM_EXIT_IOAPIC_EOI => write!(out, ",\"vector\":{}", byte(details))?,
+        KVM_EXIT_MEMORY_FAULT => {
+            let (flags, gpa, size) = (long(details), long(details + 8), long(details + 16));
+            write!(
+                out,
+                ",\"flags\":{flags},\"gpa\":\"{gpa:#x}\",\"size\":{size}"
+            )?;
+        }
         KVM_EXIT_HYPERCALL => write!(out, ",\"nr\":\"{:#x}\"", long(details))?,
         _ => {}
     }

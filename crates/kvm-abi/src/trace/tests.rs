@@ -108,4 +108,12 @@ fn exits() {
         out,
         r#","exit":{"reason":"MMIO","gpa":"0xfee00000","len":2,"is_write":true,"data":"3412"}"#
     );
+    run[at] = u64::from(KVM_EXIT_MEMORY_FAULT);
+    run[details..details + 3].copy_from_slice(&[0, 0x8000, 0x1000]);
+    out.clear();
+    write_exit(&mut out, run.as_ptr() as u64).unwrap();
+    assert_eq!(
+        out,
+        r#","exit":{"reason":"MEMORY_FAULT","flags":0,"gpa":"0x8000","size":4096}"#
+    );
 }

@@ -13,11 +13,15 @@ impl VcpuFd {
     ///
     /// # Errors
     ///
-    /// EINTR for `immediate_exit` or a kick, EAGAIN for a vCPU that waits for its start-up IPI.
+    /// EINTR for `immediate_exit` or a kick, EAGAIN for a vCPU that waits for its start-up IPI. EFAULT is
+    /// [`VcpuExit::MemoryFault`] in place of an error, as in kvm-ioctls.
     pub fn run(&mut self) -> Result<VcpuExit<'_>> {
-        self.object()?.run().map_err(refused)?;
+        let result = self.object()?.run().map_err(refused);
         let page = &mut self.kvm_run_ptr;
         let reason = page.as_ref().exit_reason;
+        if let Err(error) = result {
+            return memory_fault(page.as_ref(), error);
+        }
         if reason == KVM_EXIT_IO {
             // SAFETY: the member that belongs to this exit reason; all are integers.
             let io = unsafe { page.as_ref().__bindgen_anon_1.io };
@@ -110,4 +114,18 @@ impl VcpuFd {
             other => VcpuExit::Unsupported(other),
         })
     }
+}
+
+/// The exit that comes with EFAULT, or the error.
+fn memory_fault(run: &kvm_run, error: errno::Error) -> Result<VcpuExit<'static>> {
+    if error.errno() != libc::EFAULT || run.exit_reason != KVM_EXIT_MEMORY_FAULT {
+        return Err(error);
+    }
+    // SAFETY: the member that belongs to this exit reason; all are integers.
+    let fault = unsafe { run.__bindgen_anon_1.memory_fault };
+    Ok(VcpuExit::MemoryFault {
+        flags: fault.flags,
+        gpa: fault.gpa,
+        size: fault.size,
+    })
 }

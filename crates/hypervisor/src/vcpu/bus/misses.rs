@@ -7,10 +7,10 @@ use super::{Bus, device::is_in_page};
 use crate::Exit;
 
 impl Bus {
-    /// Stops the instruction, because the process cannot access the VMM's memory as the guest asks.
+    /// Stops the instruction, because the process cannot access the VMM's memory at this page as the guest asks.
     #[cold]
-    pub(super) fn host_fault<T>(&mut self) -> Result<T, Fault> {
-        self.exit = Some(Exit::HostFault);
+    pub(super) fn host_fault<T>(&mut self, gpa: u64) -> Result<T, Fault> {
+        self.exit = Some(Exit::MemoryFault { gpa });
         Err(Fault::Exit)
     }
 
@@ -36,7 +36,7 @@ impl Bus {
         match self.mmu.translate(cpu, gva, access, who) {
             Ok(to) => Ok(to),
             Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Host) => self.host_fault(),
+            Err(Miss::Host { gpa }) => self.host_fault(gpa),
             // `translate` does not return this; the address would be a device's in any case.
             Err(Miss::Device { gpa }) => Ok(Translation { gpa, page: None }),
         }
@@ -58,7 +58,7 @@ impl Bus {
         match result {
             Ok(v) => Ok(v),
             Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Host) => self.host_fault(),
+            Err(Miss::Host { gpa }) => self.host_fault(gpa),
             // The whole operand is on one device page, and the access is allowed.
             Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {
                 let value = self.device_load(cpu, gpa, T::SIZE as u8)?;
@@ -89,7 +89,7 @@ impl Bus {
         match result {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Host) => self.host_fault(),
+            Err(Miss::Host { gpa }) => self.host_fault(gpa),
             Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {
                 self.device_store(cpu, gpa, T::SIZE as u8, value.to_u128() as u64)
             }
@@ -106,7 +106,7 @@ impl Bus {
         match r {
             Ok(v) => Ok(v),
             Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Host) => self.host_fault(),
+            Err(Miss::Host { gpa }) => self.host_fault(gpa),
             Err(Miss::Device { gpa }) => {
                 self.exit = Some(Exit::InternalError {
                     suberror: kvm_bindings::KVM_INTERNAL_ERROR_EMULATION,

@@ -259,7 +259,7 @@ impl GuestBus for Bus {
         match self.mmu.rmw(cpu, gva, who, lock, &mut f) {
             Ok(old) => Ok(old),
             Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Host) => self.host_fault(),
+            Err(Miss::Host { gpa }) => self.host_fault(gpa),
             // A device sees a read and a write, as on a bus without atomics.
             Err(Miss::Device { .. }) => {
                 let mut bytes = [0; 16];
@@ -280,7 +280,7 @@ impl GuestBus for Bus {
         match self.mmu.read_bytes(cpu, gva, buf, who) {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Host) => self.host_fault(),
+            Err(Miss::Host { gpa }) => self.host_fault(gpa),
             Err(Miss::Device { .. }) => self.load_pieces(cpu, gva, buf, who),
         }
     }
@@ -294,7 +294,7 @@ impl GuestBus for Bus {
         match self.mmu.write_bytes(cpu, gva, buf, who) {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Host) => self.host_fault(),
+            Err(Miss::Host { gpa }) => self.host_fault(gpa),
             Err(Miss::Device { .. }) => self.store_pieces(cpu, gva, buf, who),
         }
     }
@@ -309,7 +309,7 @@ impl GuestBus for Bus {
         match self.mmu.probe(cpu, gva, len, access, who) {
             Ok(()) | Err(Miss::Device { .. }) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Host) => self.host_fault(),
+            Err(Miss::Host { gpa }) => self.host_fault(gpa),
         }
     }
     fn bulk_copy(&mut self, cpu: &mut CpuState, dst: u64, src: u64, len: u64, unit: u64) -> u64 {
