@@ -18,7 +18,7 @@
 //! DEVIATION: a fault of an instruction after which the block overwrites all arithmetic flags unread is delivered with
 //! unspecified values of those flags in the saved RFLAGS. Execution after the fault overwrites them too, so that no
 //! program can depend on them. (A program that overwrites the code right behind the instruction could: by code that
-//! reads flags that nothing had read.)
+//! reads flags that nothing had read. In 16-bit code, where programs do that, flags are exact at each store.)
 
 pub(crate) mod branch;
 mod by_mode;

@@ -8,6 +8,7 @@ use crate::{
     ir::lowering::{Effect, Form, Lowering},
     ir::member::Member,
     ir::memory::is_on_stack,
+    ir::mode::Mode,
     ir::string,
 };
 
@@ -203,6 +204,13 @@ impl Decoded {
         (self.reads, self.sets, self.takes_pointer) = (0, 0, false);
     }
 
+    /// Returns true if the instruction may write memory.
+    fn stores(&self) -> bool {
+        self.memory == Some(true)
+            || self.kind == Lowering::String
+            || self.i.stack_pointer_increment() < 0
+    }
+
     /// Returns true if interrupts wait behind the instruction until the next one has been executed.
     pub(crate) fn holds_events(&self) -> bool {
         match self.kind {
@@ -221,9 +229,16 @@ impl Decoded {
 }
 
 /// Fills in [`Decoded::live_in`].
-pub(crate) fn find_live(insns: &mut [Decoded]) {
+///
+/// 16-bit programs often have code and stack in one segment, and change their own code. So a store may put code behind
+/// itself that reads any flag, and all flags are live there. Other code does not pay for that (docs/quirks.md).
+pub(crate) fn find_live(insns: &mut [Decoded], mode: Mode) {
+    let stores_may_change_code = mode.has(Mode::BITS16);
     let mut live = ALL;
     for d in insns.iter_mut().rev() {
+        if stores_may_change_code && d.stores() {
+            live = ALL;
+        }
         live = live & !u32::from(d.sets) | u32::from(d.reads);
         d.live_in = live;
     }

@@ -87,7 +87,7 @@ pub fn decode<B: GuestBus>(
     while decoder.fetch(&mut bytes) == Next::Fetch {}
     let straddles = decoder.straddles;
     end_whole(out);
-    find_live(out);
+    find_live(out, mode);
     straddles
 }
 

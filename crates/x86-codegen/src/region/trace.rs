@@ -282,7 +282,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
                 set_target(&mut d.i, *to);
             }
         }
-        find_live(self.decoded);
+        find_live(self.decoded, self.mode);
         self.decoded.iter().any(|d| d.onto.is_some())
     }
 }
