@@ -22,12 +22,14 @@
 #include <unistd.h>
 
 static volatile uint64_t *page;
-/* What the threads tell each other, in one page: `begun` is about to be written, `said` was. */
+/*
+ * What the threads tell each other: `begun` is about to be written, `said` was. It lies in memory that fork shares: a page
+ * that the first write copies would be a change of its own, and a reader that missed it would wait for ever.
+ */
 static struct {
-	_Alignas(4096) atomic_ulong begun;
-	atomic_ulong said;
+	atomic_ulong begun, said;
 	atomic_int is_over;
-} told;
+} *told;
 static unsigned long rounds;
 static const char *parameter;
 
@@ -43,8 +45,6 @@ static void stay_on(int cpu)
 static void *change(void *unused)
 {
 	stay_on(1);
-	/* The page gets its own place, which fork shared, while changes are looked for: else its readers wait for ever. */
-	atomic_store(&told.begun, 0);
 	if (parameter) {
 		int file = open(parameter, O_WRONLY);
 		if (file < 0 || write(file, "1", 1) != 1)
@@ -52,11 +52,11 @@ static void *change(void *unused)
 		close(file);
 	}
 	for (unsigned long n = 1; n <= rounds; n++) {
-		atomic_store(&told.begun, n);
+		atomic_store(&told->begun, n);
 		if (madvise((void *)page, 4096, MADV_DONTNEED))
 			exit(2);
 		*page = n;
-		atomic_store(&told.said, n);
+		atomic_store(&told->said, n);
 		/* The page that went is somebody else's by now. */
 		volatile uint64_t *other = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		if (other == MAP_FAILED)
@@ -66,8 +66,10 @@ static void *change(void *unused)
 		if (n % 16 == 0)
 			usleep(50);
 	}
-	atomic_store(&told.is_over, 1);
-	return unused;
+	atomic_store(&told->is_over, 1);
+	/* The end of a thread changes memory, too. */
+	for (;;)
+		pause();
 }
 
 int main(int argc, char **argv)
@@ -78,8 +80,10 @@ int main(int argc, char **argv)
 	rounds = argc > 1 ? strtoul(argv[1], 0, 10) : 0;
 	parameter = argc > 2 ? argv[2] : 0;
 	page = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	if (!rounds || page == MAP_FAILED)
+	told = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (!rounds || page == MAP_FAILED || told == MAP_FAILED)
 		return 2;
+	atomic_store(&told->is_over, 0);
 	stay_on(0);
 	pid_t child = fork();
 	if (!child) {
@@ -89,12 +93,12 @@ int main(int argc, char **argv)
 	}
 	if (child < 0 || pthread_create(&thread, 0, change, 0))
 		return 2;
-	while (!atomic_load(&told.is_over)) {
+	while (!atomic_load(&told->is_over)) {
 		sched_yield();
-		unsigned long want = atomic_load(&told.said);
+		unsigned long want = atomic_load(&told->said);
 		uint64_t now = *page;
 		/* Nothing has changed meanwhile. */
-		if (want == atomic_load(&told.begun) && now != want)
+		if (want == atomic_load(&told->begun) && now != want)
 			stale++;
 		reads++;
 	}
