@@ -175,6 +175,59 @@ fn calls_by_registers_and_returns() {
 }
 
 #[test]
+fn calls_that_seem_not_to_come_back() {
+    let (gpr, ..) = compare(|a| {
+        let mut labels = || a.create_label();
+        let (mut again, mut one, mut two, mut comes_back) =
+            (labels(), labels(), labels(), labels());
+        let (mut thunk, mut safe, mut by_rdx, mut go, mut end) =
+            (labels(), labels(), labels(), labels(), labels());
+        a.mov(ecx, 300)?;
+        a.set_label(&mut again)?;
+        a.call(two)?;
+        // A call that comes back to PAUSE.
+        a.call(comes_back)?;
+        a.pause()?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        a.jmp(end)?;
+        // Functions that end with a safe return, and a retpoline.
+        a.set_label(&mut one)?;
+        a.inc(rax)?;
+        a.jmp(thunk)?;
+        a.set_label(&mut two)?;
+        a.call(one)?;
+        a.lea(rdx, ptr(one))?;
+        a.call(by_rdx)?;
+        a.add(rax, 100)?;
+        a.jmp(thunk)?;
+        a.set_label(&mut comes_back)?;
+        a.inc(rbx)?;
+        a.ret()?;
+        a.set_label(&mut by_rdx)?;
+        a.call(go)?;
+        a.int3()?;
+        a.set_label(&mut go)?;
+        a.mov(qword_ptr(rsp), rdx)?;
+        a.jmp(thunk)?;
+        a.set_label(&mut thunk)?;
+        a.call(safe)?;
+        a.ud2()?;
+        // The rest is in another page.
+        for _ in 0..0x1000 {
+            a.nop()?;
+        }
+        a.set_label(&mut safe)?;
+        a.lea(rsp, qword_ptr(rsp + 8))?;
+        a.ret()?;
+        a.set_label(&mut end)?;
+        Ok(())
+    });
+    assert_eq!((gpr[reg::RAX], gpr[reg::RBX]), (300 * 102, 300));
+    assert_eq!(gpr[reg::RSP], STACK);
+}
+
+#[test]
 fn code_that_changes_itself() {
     let (gpr, ..) = compare(|a| {
         let (mut again, mut place) = (a.create_label(), a.create_label());

@@ -12,7 +12,7 @@ use crate::{
     frame::requests,
     frame::targets::TARGETS_LEN,
     frame::words::*,
-    ir::branch::{popped, target},
+    ir::branch::{is_one_way, popped, target},
     ir::decoded::Decoded,
     ir::lowering::Lowering,
 };
@@ -266,9 +266,10 @@ impl Translator {
         self.store_word(at(S0, disp), S1);
     }
 
-    /// Returns the offset of the instruction after a call, if it is in the same page.
+    /// Returns the offset of the instruction after a call, if it is in the same page and the call comes back. A call
+    /// that does not come back pushes nothing on the host's stack: the next return is that of the call before.
     fn back(d: &Decoded) -> Option<u32> {
-        Some(d.end()).filter(|back| *back < 0x1000)
+        Some(d.end()).filter(|back| *back < 0x1000 && !is_one_way(d))
     }
 
     pub(super) fn call(&mut self, d: &Decoded) -> Emit {

@@ -308,6 +308,18 @@ const CALLS: &[Case] = &[
     case("a call to another page, of a kernel", KERNEL, |a| {
         a.call(0x40_5200)
     }),
+    case("a call that is not returned from", USER, |a| {
+        a.call(0x40_0200)?;
+        a.int3()
+    }),
+    case(
+        "a call to another page that is not returned from, of a kernel",
+        KERNEL,
+        |a| {
+            a.call(0x40_5200)?;
+            a.ud2()
+        },
+    ),
     case("a call through a register", USER, |a| a.call(rax)),
     case("a call through memory", KERNEL, |a| {
         a.call(qword_ptr(rax + 8))

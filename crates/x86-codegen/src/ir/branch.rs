@@ -41,6 +41,18 @@ pub(crate) fn pushes_only(d: &Decoded) -> bool {
     d.kind == Lowering::CallIndirect && d.i.op0_kind() == OpKind::Register
 }
 
+/// Bytes of instructions that are behind a call only to keep the processor from executing there speculatively: UD2,
+/// INT3, and PAUSE, with which a retpoline's loop begins.
+const TRAPS: [&[u8]; 3] = [&[0x0f, 0x0b], &[0xcc], &[0xf3, 0x90]];
+
+/// Returns true for a direct call whose return address the callee takes off the stack or overwrites, as it seems by what
+/// is behind the call: retpolines, safe returns, and what fills the processor's stack of return addresses. This is a
+/// hint, as a return compares where it leads to.
+pub(crate) fn is_one_way(d: &Decoded) -> bool {
+    let behind = d.raw.get(d.i.len()..).unwrap_or_default();
+    d.kind == Lowering::Call && TRAPS.iter().any(|trap| behind.starts_with(trap))
+}
+
 /// Returns true if the block ends with a branch to where it begins.
 pub(crate) fn is_loop(insns: &[Decoded]) -> bool {
     let (Some(first), Some(last)) = (insns.first(), insns.last()) else {
