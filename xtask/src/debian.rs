@@ -19,12 +19,15 @@ pub(crate) const UPDATES: [&str; 2] = [
     "apt-get update -q",
 ];
 
-/// Fetches the lists of packages, as root. If a package is missing because that fails, the error comes later.
+/// Fetches the lists of packages, as root.
 pub(crate) fn update_lists() {
-    for command in UPDATES {
-        if let Err(error) = tool(Command::new("sh").args(["-c", command])) {
-            eprintln!("xtask: going on with the lists there are: {error}");
-        }
+    UPDATES.into_iter().for_each(run_update);
+}
+
+/// Runs one of [`UPDATES`]. If a package is missing because that fails, the error comes later.
+pub(crate) fn run_update(command: &str) {
+    if let Err(error) = tool(Command::new("sh").args(["-c", command])) {
+        eprintln!("xtask: going on with the lists there are: {error}");
     }
 }
 

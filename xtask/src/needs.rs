@@ -4,7 +4,7 @@
 use std::{fs, path::Path, process::Command};
 
 use crate::{
-    debian::{UPDATES, is_installed},
+    debian::{UPDATES, is_installed, run_update},
     tool::tool,
 };
 
@@ -112,12 +112,10 @@ pub(crate) fn check() -> Result<(), String> {
 fn install(commands: &[String]) -> Result<(), String> {
     for command in commands {
         eprintln!("ci: {command}");
-        match tool(Command::new("sh").args(["-c", command])) {
-            // What counts is whether the packages can be installed.
-            Err(error) if UPDATES.contains(&command.as_str()) => {
-                eprintln!("ci: going on with the lists there are: {error}");
-            }
-            result => _ = result?,
+        if UPDATES.contains(&command.as_str()) {
+            run_update(command);
+        } else {
+            tool(Command::new("sh").args(["-c", command]))?;
         }
     }
     Ok(())

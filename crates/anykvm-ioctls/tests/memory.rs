@@ -18,26 +18,21 @@ fn protect(ram: &Ram, rights: libc::c_int) {
     assert_eq!(result, 0);
 }
 
-/// The page that the process cannot access as the guest asks, or the errno, if a run ends so.
-fn outcome(result: Result<VcpuExit<'_>, anykvm_ioctls::Error>) -> Result<Option<u64>, i32> {
-    match result {
-        Ok(VcpuExit::MemoryFault {
-            flags: 0,
-            gpa,
-            size: 4096,
-        }) => Ok(Some(gpa)),
-        Ok(_) => Ok(None),
-        Err(e) => Err(e.errno()),
-    }
-}
-
-/// A guest with a page at [`GPA`] that the process may access so, and the outcome of its first run.
-fn run(code: &[u8], rights: libc::c_int, memory: &Ram) -> (Guest, Result<Option<u64>, i32>) {
-    let mut guest = Guest::new(code, false);
+/// A guest with a page at [`GPA`] that the process may access so.
+fn guest(code: &[u8], rights: libc::c_int, memory: &Ram) -> Guest {
+    let guest = Guest::new(code, false);
     protect(memory, rights);
     guest::add_slot(&guest.vm, 1, GPA, memory, 0);
-    let result = outcome(guest.vcpu.run());
-    (guest, result)
+    guest
+}
+
+/// Runs until the vCPU halts, or returns the page that the process cannot access.
+#[track_caller]
+fn run(guest: &mut Guest) -> Option<u64> {
+    let exit = guest.vcpu.run().unwrap();
+    let page = guest::faulting_page(&exit);
+    assert!(page.is_some() || matches!(exit, VcpuExit::Hlt), "{exit:?}");
+    page
 }
 
 /// mov al, [0x8000]; hlt
@@ -58,13 +53,13 @@ fn memory_that_is_not_mapped_is_efault_and_the_guest_can_go_on() {
     for code in [LOAD, STORE, INCREMENT, JUMP, FILL, PUSH] {
         let memory = Ram::new(4096);
         memory.write(0, &[0xf4]);
-        let (mut guest, result) = run(code, libc::PROT_NONE, &memory);
-        assert_eq!(result, Ok(Some(GPA)), "{code:x?}");
+        let mut guest = guest(code, libc::PROT_NONE, &memory);
+        assert_eq!(run(&mut guest), Some(GPA), "{code:x?}");
         let rip = guest.vcpu.get_regs().unwrap().rip;
         assert!((guest::RAM..GPA + 1).contains(&rip), "{rip:#x}");
-        assert_eq!(outcome(guest.vcpu.run()), Ok(Some(GPA)));
+        assert_eq!(run(&mut guest), Some(GPA), "{code:x?}");
         protect(&memory, libc::PROT_READ | libc::PROT_WRITE);
-        assert!(matches!(guest.vcpu.run(), Ok(VcpuExit::Hlt)), "{code:x?}");
+        assert_eq!(run(&mut guest), None, "{code:x?}");
     }
 }
 
@@ -80,9 +75,9 @@ fn memory_that_can_only_be_read_is_read() {
     ] {
         let memory = Ram::new(4096);
         memory.write(0, &[0xf4]);
-        let (_guest, result) = run(code, libc::PROT_READ, &memory);
+        let mut guest = guest(code, libc::PROT_READ, &memory);
         let expected = if good { None } else { Some(GPA) };
-        assert_eq!(result, Ok(expected), "{code:x?}");
+        assert_eq!(run(&mut guest), expected, "{code:x?}");
     }
 }
 

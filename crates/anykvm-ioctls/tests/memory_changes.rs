@@ -37,23 +37,10 @@ fn protect(machine: &Machine, gpa: u64, pages: usize, rights: libc::c_int) {
     drop(change);
 }
 
-/// The page whose memory KVM_RUN says it cannot access.
-#[track_caller]
-fn fault(result: Result<VcpuExit<'_>, anykvm_ioctls::Error>) -> u64 {
-    match result {
-        Ok(VcpuExit::MemoryFault {
-            flags: 0,
-            gpa,
-            size: 4096,
-        }) => gpa,
-        other => panic!("{other:?}"),
-    }
-}
-
 #[track_caller]
 fn faults(vcpu: &mut VcpuFd, rip: u64, page: u64) {
     for _ in 0..2 {
-        assert_eq!(fault(vcpu.run()), page);
+        assert_eq!(guest::faulting_page(&vcpu.run().unwrap()), Some(page));
         assert_eq!(vcpu.get_regs().unwrap().rip, rip);
     }
 }

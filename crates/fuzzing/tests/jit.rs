@@ -34,7 +34,8 @@ fn so_it_does_with_a_cache_that_overflows() {
 #[test]
 fn translation_with_segments_does_what_the_interpreter_does() {
     let mut all = fuzzing::jit::segments::Segments::new().expect("memory cannot be mapped");
-    // One goes to bytes that read the time. Another pushes what reads the carry flag (SALC) over the code behind the push.
+    // Program 58,184 runs bytes that read the time. In the other, a PUSH overwrites the instruction behind it with SALC,
+    // which reads the carry flag.
     for seed in (0..4_000).chain([58_184, 932_014_720]) {
         if let Err(difference) = all.run(seed) {
             panic!("{difference}");

@@ -200,6 +200,12 @@ impl Slot {
         (offset < self.config.size).then_some((offset >> PAGE_SHIFT) as usize)
     }
 
+    /// Returns the guest-physical address of the page of that index.
+    #[inline]
+    pub fn page_gpa(&self, index: usize) -> u64 {
+        self.config.gpa + ((index as u64) << PAGE_SHIFT)
+    }
+
     /// Returns the page of that index, if the process can read it.
     #[inline]
     pub fn page(&self, index: usize) -> Option<HostPage> {

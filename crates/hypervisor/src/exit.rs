@@ -248,7 +248,7 @@ pub enum Exit {
         /// KVM_SYSTEM_EVENT_*.
         kind: u32,
     },
-    /// KVM_EXIT_MEMORY_FAULT, with which KVM_RUN fails with EFAULT: the guest accessed RAM that the VMM has not mapped, or not so.
+    /// KVM_EXIT_MEMORY_FAULT, with which KVM_RUN fails with EFAULT: the guest accessed RAM that the process cannot read, or cannot write.
     MemoryFault {
         /// Guest-physical address of the page.
         gpa: u64,

@@ -121,7 +121,7 @@ impl Mmu {
         let pages = pages.ok_or(device)?;
         let index = pages.page_index(gpa).ok_or(device)?;
         let host = pages.page_for(index, write).ok_or(Miss::Host {
-            gpa: gpa & !(PAGE_SIZE - 1),
+            gpa: pages.page_gpa(index),
         })?;
         Ok(Mapped {
             translated,

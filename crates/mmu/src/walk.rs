@@ -3,7 +3,7 @@
 use guest_memory::{HostPage, SlotTable};
 use x86_cpu::Access;
 use x86_defs::{
-    paging::{A, ADDR_MASK, D, G, NX, P, PAGE_SIZE, PKEY_SHIFT, PS, RW, US},
+    paging::{A, ADDR_MASK, D, G, NX, P, PKEY_SHIFT, PS, RW, US},
     vector::pf,
 };
 
@@ -270,7 +270,7 @@ impl Walker<'_> {
         let index = pages.page_index(gpa).ok_or(NOT_PRESENT)?;
         let page = pages
             .page(index)
-            .ok_or(WalkFault::Host(gpa & !(PAGE_SIZE - 1)))?;
+            .ok_or(WalkFault::Host(pages.page_gpa(index)))?;
         Ok(Table {
             slot,
             index,
@@ -310,8 +310,7 @@ impl Walker<'_> {
                 continue;
             }
             if slot.writable_page(index).is_none() {
-                let gpa = slot.config().gpa + index as u64 * PAGE_SIZE;
-                return Err(WalkFault::Host(gpa));
+                return Err(WalkFault::Host(slot.page_gpa(index)));
             }
             if !page.compare_exchange(entry.offset, size, entry.value, entry.value | want) {
                 return Ok(false);

@@ -8,8 +8,8 @@ use testkit::boot::Boot;
 
 use super::LIMIT;
 
-/// Options of the kernel. `cpuidle_haltpoll` uses poll control; the tracers are on from the start. Without broadcasts an
-/// IPI to all other vCPUs, which each change of the kernel's text sends, is a hypercall; with them only an IPI to some is.
+/// Options of the kernel. `cpuidle_haltpoll` uses poll control; the tracers are on from the start. Each
+/// change of the kernel's text sends an IPI to all other vCPUs: without broadcasts, Linux sends that by the hypercall.
 const APPEND: &str = "cpuidle_haltpoll.force=1 no_ipi_broadcast=1 ftrace=function ftrace_filter=kvm_*,__pv_* \
                       trace_event=msr:write_msr trace_buf_size=8M";
 /// Number of vCPUs: more than processors, so that time is stolen and locks are waited for.

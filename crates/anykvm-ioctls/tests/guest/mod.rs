@@ -5,7 +5,7 @@
 
 use std::ptr::NonNull;
 
-use anykvm_ioctls::{Kvm, VcpuFd, VmFd};
+use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use kvm_bindings::*;
 
 /// First byte of RAM, and where the code starts.
@@ -22,6 +22,16 @@ pub(crate) fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
     };
     let msrs = Msrs::from_entries(&[entry]).unwrap();
     vcpu.set_msrs(&msrs).unwrap() == 1
+}
+
+/// Returns the page of a KVM_EXIT_MEMORY_FAULT, or none if the run has ended with something else.
+#[track_caller]
+pub(crate) fn faulting_page(exit: &VcpuExit<'_>) -> Option<u64> {
+    let VcpuExit::MemoryFault { flags, gpa, size } = *exit else {
+        return None;
+    };
+    assert_eq!((flags, size), (0, 4096));
+    Some(gpa)
 }
 
 /// RAM of a guest, ours to read and write.

@@ -193,31 +193,24 @@ fn forget_leftovers(cache: &Path, name: &str) {
 
 /// The package as a file: apt's own copy, or one that is downloaded into `folder`.
 fn package_file(wanted: Wanted, folder: &Path) -> Result<PathBuf, BootError> {
-    let is_root = rustix::process::geteuid().is_root();
-    let mut has_updated = false;
-    loop {
-        let why = match download(wanted, folder) {
-            Ok(file) => return Ok(file),
-            Err(why) => why,
-        };
-        // The lists are missing, or name versions that are gone.
-        if is_root && !has_updated {
-            terminal::progress("updating apt's package lists");
-            has_updated = true;
-            match run(Command::new("apt-get").args(["update", "-q"])) {
-                Ok(_) => continue,
-                Err(update) => {
-                    return Err(wanted.missing(&format!("it cannot be fetched: {why}; {update}")));
-                }
-            }
-        }
-        let advice = if is_root {
-            ""
-        } else {
-            ": is there a network, and are the package lists up to date (sudo apt-get update)?"
-        };
-        return Err(wanted.missing(&format!("it cannot be fetched: {why}{advice}")));
+    let why = match download(wanted, folder) {
+        Ok(file) => return Ok(file),
+        Err(why) => why,
+    };
+    let cannot = |why: String| wanted.missing(&format!("it cannot be fetched: {why}"));
+    // The lists are missing, or name versions that are gone.
+    if !rustix::process::geteuid().is_root() {
+        return Err(cannot(format!(
+            "{why}: is there a network, and are the package lists up to date (sudo apt-get update)?"
+        )));
     }
+    terminal::progress("updating apt's package lists");
+    let update = run(Command::new("apt-get").args(["update", "-q"]));
+    // An update that fails may still have fetched the list that is wanted.
+    download(wanted, folder).map_err(|why| match update {
+        Ok(_) => cannot(why),
+        Err(update) => cannot(format!("{why}; {update}")),
+    })
 }
 
 /// Fetches a package. The error is apt's own.
