@@ -30,6 +30,18 @@ fn so_it_does_with_a_cache_that_overflows() {
     assert!(s.stats.flushes > 10, "{s:?}");
 }
 
+/// The interpreter executes a path for a sample. The last program of these returns by IRET with RF set to the path's first
+/// instruction, which stops in its middle for the VMM.
+#[test]
+fn an_instruction_that_stops_within_a_recorded_path_keeps_rf() {
+    let mut jits = Jits::new(64 << 20).expect("memory cannot be mapped");
+    for seed in 944_900..=944_977 {
+        if let Err(difference) = jits.run(seed) {
+            panic!("{difference}");
+        }
+    }
+}
+
 /// Programs run in real mode, virtual-8086 mode, and protected mode of 16 and 32 bits with bases and limits.
 #[test]
 fn translation_with_segments_does_what_the_interpreter_does() {

@@ -9,6 +9,7 @@ use crate::{
     Jit, JitBus,
     code::cache::TranslatedBlock,
     profile::hot::{EXECUTED, Found, Profile, REVALIDATED},
+    runtime::state::keep_resume_flag,
 };
 use x86_codegen::{
     frame::requests, ir::hot::Turns, ir::mode::BlockKey, ir::segment::code_at,
@@ -84,8 +85,9 @@ impl<B: JitBus> Jit<B> {
         if !known.is_some_and(|p| may && (is_first || !p.path.is_empty())) {
             return RunStop::Poll;
         }
+        let resumed = self.session.resumed.take();
         let (path, stop) = self.record(interp, cpu, bus);
-        self.session.resumed = None;
+        keep_resume_flag(cpu, stop, resumed);
         if let Some(p) = self.profiles.hot.get_mut(&key) {
             if is_first {
                 p.path = path;
