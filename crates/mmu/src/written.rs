@@ -44,12 +44,11 @@ struct Slot {
     tags: Vec<[u16; 2]>,
 }
 
-/// The pages of each slot.
+/// The pages of each slot. A host page that is in two slots (all RAM of a VM with SMM is) is in each with the tags that were made
+/// by way of that slot: what is asked of a slot's page concerns no other's.
 #[derive(Debug, Default)]
 pub(crate) struct Written {
     slots: [Vec<Slot>; ADDRESS_SPACES],
-    /// True if some host page is in two slots. Then neither slot knows of the other's tags.
-    shared: bool,
 }
 
 /// Some of 64 pages of a slot: those whose bit is set.
@@ -78,23 +77,16 @@ impl Pages {
 impl Written {
     /// Takes over the places in `table`. All pages were taken before.
     pub(crate) fn reset(&mut self, table: &SlotTable) {
-        let mut hosts = Vec::new();
         for (space, slots) in self.slots.iter_mut().enumerate() {
             *slots = table
                 .slots(space)
                 .iter()
-                .map(|s| {
-                    hosts.push((s.config().hva, s.config().size));
-                    Slot {
-                        writer: None,
-                        tags: vec![[0; 2]; (s.config().size >> 12) as usize],
-                    }
+                .map(|s| Slot {
+                    writer: None,
+                    tags: vec![[0; 2]; (s.config().size >> 12) as usize],
                 })
                 .collect();
         }
-        hosts.sort_unstable();
-        let overlap = |w: &[(u64, u64)]| w[0].0.saturating_add(w[0].1) > w[1].0;
-        self.shared = hosts.windows(2).any(overlap);
     }
 
     fn slot(&mut self, at: SlotPage) -> Option<&mut Slot> {
@@ -155,7 +147,6 @@ impl Written {
         let slot = self.slots.get(at.space).and_then(|s| s.get(at.slot));
         match slot.and_then(|s| s.tags.get(at.index)) {
             Some([SEVERAL, _]) | None => Tags::Anywhere,
-            Some(_) if self.shared => Tags::Anywhere,
             Some(tags) => Tags::At(tags.map(usize::from)),
         }
     }
@@ -230,7 +221,7 @@ mod tests {
         };
         let same = ENTRIES as u64 * 0x1000;
         // The second slot has other memory, or half of the first one's.
-        for (second, is_shared) in [(SIZE, false), (SIZE / 2, true)] {
+        for second in [SIZE, SIZE / 2] {
             let memory = GuestMemory::new();
             for (slot, gpa, hva) in [(0, 0, hva), (1, 1 << 30, hva + second as u64)] {
                 let config = SlotConfig {
@@ -245,13 +236,7 @@ mod tests {
             let mut written = Written::default();
             let (table, own) = (memory.table(), Arc::default());
             written.reset(&table);
-            let known = |one, other| {
-                if is_shared {
-                    Tags::Anywhere
-                } else {
-                    Tags::At([one, other])
-                }
-            };
+            let known = |one, other| Tags::At([one, other]);
             assert_eq!(written.take(at(0, 5)), None);
             written.add(&table, &own, at(0, 5), 0x7000);
             written.add(&table, &own, at(0, 5), 0x7fff);

@@ -392,6 +392,35 @@ fn pages_are_written_by_any_address_before_they_are_code() {
     }
 }
 
+/// Where SMM is, all RAM is in a second slot, that of SMM's address space. A page that becomes code is searched for there no
+/// more than elsewhere.
+#[test]
+fn ram_in_two_slots_disturbs_nothing() {
+    const SMM: u32 = 1 << 16;
+    let root = 0x10_0000;
+    let mut m = Machine::long_mode(root);
+    let hva = m.ram.as_ptr() as u64;
+    m.memory.set_slot(slot(SMM, 0, RAM, hva, 0)).unwrap();
+    m.mmu.sync(&m.cpu);
+    let mut pool = root + 0x1000;
+    let (code, data) = (0x40_1000, 0x40_2000);
+    for gva in [code, data] {
+        m.map(root, gva, (gva & 0xffff) | 0x63, &mut pool);
+        write(&mut m, gva, 1).unwrap();
+    }
+    let rounds = m.mmu.stats().rounds;
+    for n in 2..100 {
+        write(&mut m, code, n).unwrap();
+        let (id, generation, bytes) = fetch(&mut m.mmu, &mut m.cpu, code);
+        assert_eq!(bytes, n.to_le_bytes());
+        assert_eq!(m.mmu.live_tables().find(Half::Write, code), None);
+        write(&mut m, code, n + 1).unwrap();
+        assert_ne!(m.mmu.code_generation(id), generation);
+    }
+    assert!(m.mmu.live_tables().find(Half::Write, data).is_some());
+    assert_eq!(m.mmu.stats().rounds, rounds);
+}
+
 #[test]
 fn writes_of_the_vmm_are_found_at_refill() {
     let mut m = Machine::new();
