@@ -25,7 +25,7 @@ thread_local! {
 struct Threads {
     /// Threads in KVM calls on vCPUs.
     callers: Vec<(pthread_t, Arc<Vcpu>)>,
-    /// Threads that have been cancelled, perhaps just before such a call. If another thread gets the same number later,
+    /// Threads that have been cancelled, perhaps while such a call began. If another thread gets the same number later,
     /// its first call ends early.
     cancelled: Vec<pthread_t>,
 }
@@ -123,21 +123,22 @@ pub(crate) unsafe extern "C-unwind" fn pthread_setcanceltype(
 }
 
 /// The C library's function of this name. It also makes KVM_RUN of the thread end.
+///
+/// The C library comes first. A thread that has begun a call by then, and so is not cancelled by a signal, is either
+/// among the callers below, or finds itself among the cancelled in [`hold`]. In the other order a call that is short
+/// could use up the note before the C library has cancelled anything, and the next call would wait for ever.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn pthread_cancel(thread: pthread_t) -> c_int {
-    {
-        let _section = Section::enter();
-        let mut threads = threads();
-        if !threads.cancelled.contains(&thread) {
-            threads.cancelled.push(thread);
-        }
-    }
     let result = next!(pthread_cancel(thread => pthread_t) -> c_int);
     let _section = Section::enter();
     let found: Vec<Arc<Vcpu>> = {
-        let threads = threads();
+        let mut threads = threads();
         let theirs = threads.callers.iter().filter(|(t, _)| *t == thread);
-        theirs.map(|(_, vcpu)| Arc::clone(vcpu)).collect()
+        let found = theirs.map(|(_, vcpu)| Arc::clone(vcpu)).collect();
+        if !threads.cancelled.contains(&thread) {
+            threads.cancelled.push(thread);
+        }
+        found
     };
     for vcpu in found {
         vcpu.hypervisor().kick();
