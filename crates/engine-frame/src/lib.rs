@@ -113,6 +113,10 @@ pub struct EngineFrame {
     counted_spill: u64,
     /// Events that polls have taken off the countdown, by sum.
     pub counted_events: [u64; EngineFrame::COUNTED_SUMS],
+    /// For each of these sums, after how many events a counter may overflow.
+    pub counted_left: [i64; EngineFrame::COUNTED_SUMS],
+    /// What [`Self::counted_beside`] began at.
+    pub counted_beside_from: u64,
     /// The host's TSC at which a counter of cycles overflows, or [`Self::NEVER`].
     pub overflow_at: u64,
     /// The host's TSC when it was looked at last.

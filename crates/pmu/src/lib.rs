@@ -25,7 +25,7 @@ pub use filter::{Filter, InvalidFilter, MAX_EVENTS};
 use std::sync::Arc;
 
 use counter::{Counter, levels};
-use x86_defs::retired::{INSTRUCTIONS, LOADS, RARE, STORES, bit};
+use x86_defs::retired::{INSTRUCTIONS, LOADS, STORES, STREAMS, bit};
 
 /// Maximum number of general counters.
 pub const MAX_GENERAL: usize = 8;
@@ -55,11 +55,8 @@ pub struct Wants {
     pub levels: u8,
     /// Streams that are counted at one of these levels, a bit each.
     pub streams: u16,
-    /// Number of instructions until a counter can overflow whose overflow interrupts.
-    pub events_left: Option<u64>,
-    /// Rare streams that `events_left` does not cover, a bit each: [`Pmu::wants`] is to be called again after each of
-    /// their events.
-    pub held: u16,
+    /// For each stream, the number of its events until a counter can overflow whose overflow interrupts.
+    pub events_left: [Option<u64>; STREAMS],
     /// True if some counter counts cycles.
     pub has_cycles: bool,
     /// True if some counter counts cycles at some levels only, so that cycles have to be told apart by level.
@@ -194,29 +191,17 @@ impl Pmu {
             if slots == 0 {
                 continue;
             }
-            // An instruction retires one event, or one of each.
-            let most = if slots & ONE_OR_BOTH == ONE_OR_BOTH {
-                2
-            } else {
-                1
-            };
-            let left = interrupts.then(|| counter.left(now).div_ceil(most));
-            let least = |old: Option<u64>| match (old, left) {
-                (Some(a), Some(b)) => Some(a.min(b)),
-                (a, b) => a.or(b),
-            };
+            let left = interrupts.then(|| counter.left(now));
             if slots == bit(CYCLES) {
                 wants.has_cycles = true;
                 wants.splits_cycles |= counter.levels() != levels::ALL;
-                wants.cycles_left = least(wants.cycles_left);
+                lower(&mut wants.cycles_left, left);
             } else {
                 wants.levels |= counter.levels();
                 wants.streams |= slots;
-                if left.is_some_and(|left| is_held(slots, left, now)) {
-                    wants.held |= slots;
-                } else {
-                    wants.events_left = least(wants.events_left);
-                }
+                let (stream, most) = bound_of(slots);
+                let left = left.map(|left| left.div_ceil(most));
+                lower(&mut wants.events_left[stream], left);
             }
         }
         wants
@@ -272,16 +257,23 @@ impl Pmu {
     }
 }
 
-/// Returns true if it is less work to look at the counter after each event of its streams than after as many
-/// instructions as events are left. An event costs about as much as two looks.
-fn is_held(streams: u16, left: u64, now: &Tally) -> bool {
-    /// With fewer instructions until an overflow, code is not translated.
-    const LEAST: u64 = 64;
-    if streams & !RARE != 0 {
-        return false;
+/// Makes a bound the lower one of two, of which each may be missing.
+fn lower(bound: &mut Option<u64>, other: Option<u64>) {
+    *bound = match (*bound, other) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    };
+}
+
+/// Returns the stream that bounds a counter of these streams, and how many events of the counter an event of that
+/// stream may be.
+const fn bound_of(streams: u16) -> (usize, u64) {
+    if streams.is_power_of_two() {
+        return (streams.trailing_zeros() as usize % STREAMS, 1);
     }
-    let [instructions, events] = [bit(INSTRUCTIONS), streams].map(|s| now.sum(s, levels::ALL));
-    left < LEAST.max(instructions / events.saturating_mul(2).max(1))
+    // An instruction retires one event, or one of each.
+    let has_both = streams & ONE_OR_BOTH == ONE_OR_BOTH;
+    (INSTRUCTIONS, if has_both { 2 } else { 1 })
 }
 
 /// Streams of which an instruction may belong to both.

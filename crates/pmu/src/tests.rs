@@ -72,7 +72,10 @@ fn an_overflow_sets_its_bit_and_interrupts_if_that_is_asked_for() {
     set(&mut pmu, IA32_FIXED_CTR_CTRL, 3, &at(0, 0));
     set(&mut pmu, IA32_PERF_GLOBAL_CTRL, 1 << 32 | 1, &at(0, 0));
     let wants = pmu.wants(&at(0, 0));
-    assert_eq!((wants.levels, wants.events_left), (3, Some(5)));
+    assert_eq!(
+        (wants.levels, wants.events_left),
+        (3, only(INSTRUCTIONS, 5))
+    );
     pmu.settle(&at(4, 0));
     assert!(!pmu.take_interrupt());
     assert_eq!(get(&mut pmu, IA32_PERF_GLOBAL_STATUS, &at(4, 0)), 1 << 32);
@@ -232,41 +235,46 @@ fn counters_stand_still_in_smm_if_they_are_told_to() {
     assert_eq!(get(&mut pmu, IA32_PMC0, &at(31, 0)), 21);
 }
 
-/// The first counter, of returns, overflows soon, so each return is looked at. The second, of conditional branches,
-/// alone bounds what is executed at once.
+/// Returns bounds of which there is only one.
+fn only(stream: usize, left: u64) -> [Option<u64>; STREAMS] {
+    let mut bounds = [None; STREAMS];
+    bounds[stream] = Some(left);
+    bounds
+}
+
 #[test]
-fn rare_events_do_not_bound_what_is_executed_at_once() {
-    const CONDITIONAL: u64 = 0x1c4;
-    const RETURNS: u64 = 0x8c4;
-    let interrupts = |event: u64| event | 0x53_0000;
-    let now = at(1_000_000, 0);
-    for (event, left, held, events_left) in [
-        (RETURNS, 5, bit(NEAR_RETURNS), None),
-        // No return has been counted in a million instructions.
-        (RETURNS, 900_000, bit(NEAR_RETURNS), None),
-        (RETURNS, 1_100_000, 0, Some(1_100_000)),
-        (CONDITIONAL, 5, 0, Some(5)),
-    ] {
-        let mut pmu = intel();
-        set(&mut pmu, IA32_PMC0, (left as u64).wrapping_neg(), &now);
-        set(&mut pmu, IA32_PERFEVTSEL0, interrupts(event), &now);
-        set(&mut pmu, IA32_PERF_GLOBAL_CTRL, 1, &now);
-        let wants = pmu.wants(&now);
-        assert_eq!((wants.held, wants.events_left), (held, events_left));
+fn a_counter_bounds_its_own_stream() {
+    let mut pmu = intel();
+    let now = at(1_000, 0);
+    // Returns, and conditional branches twice.
+    for (n, event, left) in [(0, 0x8c4, 5), (1, 0x1c4, 900), (2, 0x1c4, 70)] {
+        set(&mut pmu, IA32_PMC0 + n, 0_u64.wrapping_sub(left), &now);
+        set(&mut pmu, IA32_PERFEVTSEL0 + n, event | 0x53_0000, &now);
     }
+    set(&mut pmu, IA32_PERF_GLOBAL_CTRL, 7, &now);
+    let mut bounds = only(NEAR_RETURNS, 5);
+    bounds[CONDITIONAL] = Some(70);
+    assert_eq!(pmu.wants(&now).events_left, bounds);
 }
 
 #[test]
 fn what_loads_and_stores_may_come_twice_an_instruction() {
     let mut pmu = amd();
     let select = 0x53_0029;
-    for (mask, left, events_left) in [(1, 9, 9), (4, 9, 9), (3, 9, 5), (7, 9, 5), (3, 1, 1)] {
+    for (mask, left, stream, events_left) in [
+        (1, 9, LOADS, 9),
+        (4, 9, UPDATES, 9),
+        (3, 9, INSTRUCTIONS, 5),
+        (7, 9, INSTRUCTIONS, 5),
+        (3, 1, INSTRUCTIONS, 1),
+    ] {
         let now = at(0, 0);
         set(&mut pmu, AMD64_PERFEVTSEL0_CORE, 0, &now);
         set(&mut pmu, AMD64_PERFEVTSEL0_CORE + 1, MASK + 1 - left, &now);
         set(&mut pmu, AMD64_PERFEVTSEL0_CORE, select | mask << 8, &now);
         let wants = pmu.wants(&now);
-        assert_eq!((wants.held, wants.events_left), (0, Some(events_left)));
+        let events_left = only(stream, events_left);
+        assert_eq!(wants.events_left, events_left);
     }
     // None of its unit masks.
     set(&mut pmu, AMD64_PERFEVTSEL0_CORE, select | 8 << 8, &at(0, 0));

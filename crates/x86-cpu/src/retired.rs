@@ -16,15 +16,16 @@ pub struct Retired {
     /// Events at CPL 0, and at other levels.
     pub counts: [[u64; STREAMS]; 2],
     /// Number of instructions, counted or not, after which a counter may overflow at the earliest. The run loop has to
-    /// be returned to then.
+    /// be returned to when none are left, or no events of a bounded stream.
     pub left: u64,
+    /// For each stream of [`Self::bounded`], the number of events after which a counter may overflow.
+    pub events_left: [u64; STREAMS],
     /// Levels at which events are counted: bit 0 is CPL 0, bit 1 the other levels.
     pub levels: u8,
     /// Streams that somebody counts at one of these levels, a bit each. An engine need not count the others.
     pub streams: u16,
-    /// Streams among [`x86_defs::retired::RARE`] of which a counter may overflow soon, a bit each. [`Self::left`] does
-    /// not cover these: the run loop has to be returned to after each of their events.
-    pub held: u16,
+    /// Streams other than instructions that [`Self::events_left`] has a bound for, a bit each. They are counted.
+    pub bounded: u16,
 }
 
 impl Default for Retired {
@@ -32,9 +33,10 @@ impl Default for Retired {
         Self {
             counts: [[0; STREAMS]; 2],
             left: u64::MAX,
+            events_left: [u64::MAX; STREAMS],
             levels: 0,
             streams: 0,
-            held: 0,
+            bounded: 0,
         }
     }
 }
@@ -54,6 +56,33 @@ impl Retired {
     #[inline(always)]
     pub const fn is_due(&self) -> bool {
         self.left == 0
+    }
+    /// Sets for each stream after how many events a counter may overflow; `u64::MAX`: never.
+    pub fn bound(&mut self, left: &[u64; STREAMS]) {
+        self.left = left[INSTRUCTIONS];
+        self.events_left = *left;
+        self.bounded = (INSTRUCTIONS + 1..STREAMS)
+            .filter(|stream| left[*stream] != u64::MAX)
+            .fold(0, |all, stream| all | bit(stream));
+    }
+    /// Takes events off what bounded streams have left. The run loop has to be returned to if nothing is left of one.
+    #[inline]
+    pub fn approach(&mut self, events: impl Fn(usize) -> u64) {
+        let mut rest = self.bounded;
+        while rest != 0 {
+            let stream = rest.trailing_zeros() as usize % STREAMS;
+            rest &= rest - 1;
+            let left = self.events_left[stream].saturating_sub(events(stream));
+            self.events_left[stream] = left;
+            if left == 0 {
+                self.left = 0;
+            }
+        }
+    }
+    /// Returns the events of a stream at all levels.
+    pub fn total(&self, stream: usize) -> u64 {
+        let [kernel, user] = &self.counts;
+        kernel[stream % STREAMS].wrapping_add(user[stream % STREAMS])
     }
     /// Adds what an engine has counted by itself: instructions, and events of the other streams. The engine also
     /// maintains [`Self::left`] then.
@@ -78,6 +107,9 @@ impl Retired {
         for (stream, count) in counts.iter_mut().enumerate() {
             let event = u64::from((events | bit(INSTRUCTIONS)) >> stream & 1);
             *count = count.wrapping_sub(event);
+            if self.bounded >> stream & 1 != 0 {
+                self.events_left[stream] = self.events_left[stream].saturating_add(event);
+            }
         }
         self.left = self.left.saturating_add(1);
     }
@@ -87,15 +119,14 @@ impl Retired {
     pub fn add(&mut self, level: usize, events: u16) {
         let counts = &mut self.counts[level & 1];
         counts[INSTRUCTIONS] += 1;
-        self.left = if events & self.held != 0 {
-            0
-        } else {
-            self.left.saturating_sub(1)
-        };
+        self.left = self.left.saturating_sub(1);
         let mut rest = events & !bit(INSTRUCTIONS);
         while rest != 0 {
             counts[rest.trailing_zeros() as usize % STREAMS] += 1;
             rest &= rest - 1;
+        }
+        if events & self.bounded != 0 {
+            self.approach(|stream| u64::from(events >> stream & 1));
         }
     }
 }

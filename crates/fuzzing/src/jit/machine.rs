@@ -9,7 +9,9 @@ use testkit::MmuBus;
 use x86_cpu::{CpuState, Feature, Flush, GuestBus, Shadow};
 use x86_defs::{
     control::{cr0, cr4, efer},
-    reg, rflags,
+    reg,
+    retired::STREAMS,
+    rflags,
     segment::{Attr, DescriptorTable, Segment},
 };
 use x86_interp::{Interp, RunStop};
@@ -219,10 +221,8 @@ pub(crate) struct Counting {
     pub(crate) levels: u8,
     /// As [`x86_cpu::Retired::streams`].
     pub(crate) streams: u16,
-    /// As [`x86_cpu::Retired::held`].
-    pub(crate) held: u16,
-    /// The number of instructions after which a counter overflows, again and again; 0: never.
-    pub(crate) period: u64,
+    /// For each stream, the number of its events after which a counter overflows, again and again; 0: never.
+    pub(crate) periods: [u64; STREAMS],
 }
 
 /// Where a counter has overflowed, or a breakpoint was hit: RIP and the general registers.
@@ -332,16 +332,17 @@ impl Machine {
     pub(crate) fn count(&mut self, counting: Counting) {
         self.counting = counting;
         self.landings.clear();
-        let left = self.left();
         let r = &mut self.cpu.retired;
         (r.levels, r.streams) = (counting.levels, counting.streams);
-        (r.left, r.held) = (left, counting.held);
+        self.begin_periods();
     }
-    fn left(&self) -> u64 {
-        match self.counting.period {
+    /// Makes all counters overflow after their periods.
+    fn begin_periods(&mut self) {
+        let left = self.counting.periods.map(|period| match period {
             0 => u64::MAX,
             period => period,
-        }
+        });
+        self.cpu.retired.bound(&left);
     }
 
     /// Returns all of memory.
@@ -374,7 +375,7 @@ impl Machine {
                 self.note_landing(hits.unwrap_or(0));
             }
             if is_due {
-                self.cpu.retired.left = self.left();
+                self.begin_periods();
             } else {
                 left -= 1;
             }

@@ -19,7 +19,7 @@ use core::fmt::Write as _;
 use iced_x86::{Decoder, DecoderOptions, FastFormatter, FlowControl};
 use mmu::Policy;
 use x86_cpu::CpuState;
-use x86_defs::retired::{INSTRUCTIONS, RARE, TRANSLATED, bit};
+use x86_defs::retired::{BRANCHES, INSTRUCTIONS, STREAMS, TRANSLATED, bit};
 use x86_interp::RunStop;
 use x86_native::{decoded_flags, oracle::AREA_SIZE};
 
@@ -219,26 +219,39 @@ fn counting(seed: u64) -> Counting {
     }
     let stream = bit((x >> 1 & 0xf) as usize % TRANSLATED);
     let other = bit((x >> 5 & 0xf) as usize % TRANSLATED);
+    let mut periods = [0; STREAMS];
+    periods[INSTRUCTIONS] = match x >> 19 & 7 {
+        0 => 1 + (x >> 22 & 7),
+        1 => 1 + (x >> 22 & 0x3ff),
+        2 => 60 + (x >> 22 & 0xf),
+        _ => 0,
+    };
+    let streams = match x >> 17 & 3 {
+        0 => bit(INSTRUCTIONS),
+        1 => bit(INSTRUCTIONS) | stream,
+        2 => stream,
+        // Two streams, or any number of them.
+        _ if x >> 40 & 1 == 0 => stream | other,
+        _ => stream | other | (x >> 41) as u16 & (bit(TRANSLATED) - 1),
+    };
+    // In every third run, each stream has a period, or has none.
+    let mut y = x.wrapping_mul(0x2545_f491_4f6c_dd1d);
+    if y >> 60 < 6 {
+        let counted = (BRANCHES..TRANSLATED).filter(|stream| streams & bit(*stream) != 0);
+        for stream in counted {
+            y = y.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            periods[stream] = match y >> 62 {
+                0 => 0,
+                1 => 1 + (y >> 32 & 7),
+                2 => 1 + (y >> 32 & 0x7f),
+                _ => 1 + (y >> 32 & 0x3fff),
+            };
+        }
+    }
     Counting {
         levels: 1 + (x >> 9 & 0xff) as u8 % 3,
-        streams: match x >> 17 & 3 {
-            0 => bit(INSTRUCTIONS),
-            1 => bit(INSTRUCTIONS) | stream,
-            2 => stream,
-            // Two streams, or any number of them.
-            _ if x >> 40 & 1 == 0 => stream | other,
-            _ => stream | other | (x >> 41) as u16 & (bit(TRANSLATED) - 1),
-        },
-        held: match x >> 52 & 3 {
-            0 => (x >> 50) as u16 & RARE,
-            _ => 0,
-        },
-        period: match x >> 19 & 7 {
-            0 => 1 + (x >> 22 & 7),
-            1 => 1 + (x >> 22 & 0x3ff),
-            2 => 60 + (x >> 22 & 0xf),
-            _ => 0,
-        },
+        streams,
+        periods,
     }
 }
 

@@ -3,7 +3,10 @@
 use irqchip::{Accepted, lapic::LocalSource};
 use pmu::{Config, Refused, Tally, Wants};
 use x86_cpu::{CpuState, Exception, Fault, Retired};
-use x86_defs::{msr::*, retired::INSTRUCTIONS};
+use x86_defs::{
+    msr::*,
+    retired::{INSTRUCTIONS, STREAMS},
+};
 
 use super::{
     bus::Bus,
@@ -168,7 +171,6 @@ impl Bus {
             levels,
             streams,
             events_left,
-            held,
             has_cycles,
             splits_cycles,
             cycles_left,
@@ -176,8 +178,9 @@ impl Bus {
         c.levels = levels;
         cpu.retired.levels = levels;
         cpu.retired.streams = streams;
-        cpu.retired.held = held;
-        let mut left = events_left.map_or(NEVER, |left| left.saturating_add(own));
+        let mut left: [u64; STREAMS] = events_left.map(|left| left.unwrap_or(NEVER));
+        let instructions = &mut left[INSTRUCTIONS];
+        *instructions = instructions.saturating_add(own);
         if !c.has_cycles && has_cycles {
             c.since = c.since.map(|_| host::cpu::rdtsc());
             c.level = Retired::level(cpu.cpl);
@@ -190,9 +193,10 @@ impl Bus {
         };
         if let Some(end) = c.landing {
             cpu.retired.levels = 3;
-            left = left.min(end.saturating_sub(VirtualPmu::instructions(&cpu.retired)));
+            let landing = end.saturating_sub(VirtualPmu::instructions(&cpu.retired));
+            *instructions = (*instructions).min(landing);
         }
-        cpu.retired.left = left;
+        cpu.retired.bound(&left);
         // Engines read levels, streams and the number of events left whenever an instruction was interpreted. They are
         // told of a point in time only when they are entered.
         self.recheck |= interrupts || c.due_tsc < due_before || c.landing.is_some();

@@ -90,6 +90,6 @@ impl VirtualPmu {
     }
     /// Returns how many instructions were retired, at all levels that were counted.
     pub(super) fn instructions(retired: &Retired) -> u64 {
-        retired.counts.iter().map(|c| c[INSTRUCTIONS]).sum()
+        retired.total(INSTRUCTIONS)
     }
 }

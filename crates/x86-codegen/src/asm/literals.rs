@@ -19,6 +19,12 @@ impl Asm {
         self.imm32(0);
         self.literals.push((self.here() - 4, value));
     }
+    /// `test reg, value`, of 64 bits. The value is in memory.
+    pub(crate) fn test_literal(&mut self, reg: Reg, value: u64) {
+        self.bytes(&[0x48 | (reg >> 3) << 2, 0x85, (reg & 7) << 3 | 5]);
+        self.imm32(0);
+        self.literals.push((self.here() - 4, value));
+    }
     /// `mov reg, value`, of 64 bits. The value is in memory.
     pub(crate) fn load_literal(&mut self, reg: Reg, value: u64) {
         self.bytes(&[0x48 | (reg >> 3) << 2, 0x8b, (reg & 7) << 3 | 5]);

@@ -204,7 +204,7 @@ impl Translator {
         let from = countdown::enter(a, len);
         let resume = after.unwrap_or(a.here());
         self.stubs.push(Stub::Poll {
-            from,
+            from: [from; 3],
             resume,
             offset,
             cost: Cost::default(),

@@ -1,7 +1,7 @@
 //! [`Stub`]: what a block rarely executes, noted while it is translated and emitted behind it.
 
 use super::{
-    countdown::exact::Cost,
+    countdown::{Polls, exact::Cost},
     memory::{Finds, Probe},
 };
 use crate::ir::member::Member;
@@ -72,7 +72,7 @@ pub(super) enum Stub {
         cache: usize,
     },
     Poll {
-        from: usize,
+        from: Polls,
         resume: usize,
         offset: u32,
         /// What the block has been counted for, in code that counts what is retired.
@@ -89,7 +89,7 @@ pub(super) enum Stub {
     },
     /// The fast iterations of a pass have all been made.
     TurnsDone {
-        from: usize,
+        from: Polls,
         again: usize,
     },
     /// An indirect branch of a trace does not lead where it was expected to. `number` is its index in

@@ -90,12 +90,13 @@ impl Translator {
                     offset,
                     cost,
                 } => {
-                    a.patch(from, here);
-                    exact::refund_entry(a, cost, S1);
-                    a.mov_imm(S1, offset.into());
+                    from.into_iter().for_each(|from| a.patch(from, here));
                     let layout = self.state.tally.layout();
-                    let least = layout.map(|l| l.instructions(exact::LEAST as i32));
-                    if least.is_some_and(|least| cost.countdown > least) {
+                    if let Some(layout) = layout {
+                        exact::refund_entry(a, layout, cost, S1);
+                    }
+                    a.mov_imm(S1, offset.into());
+                    if layout.is_some_and(|layout| exact::may_be_too_long(layout, cost)) {
                         let from = exact::branch_if_new(a);
                         a.patch(from, t.too_long);
                     }
@@ -108,7 +109,7 @@ impl Translator {
                     a.jmp_to(resume);
                 }
                 Stub::TurnsDone { from, again } => {
-                    a.patch(from, here);
+                    from.into_iter().for_each(|from| a.patch(from, here));
                     if let Some(w) = hoisted {
                         w.ends(a, again);
                     }

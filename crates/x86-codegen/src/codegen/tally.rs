@@ -65,6 +65,10 @@ impl Tally {
     pub(super) fn from(&self, n: usize) -> Cost {
         self.rest.get(n).copied().unwrap_or_default()
     }
+    /// Returns how sums are laid out, and what the whole block counts for, if anything is counted.
+    pub(super) fn entry(&self) -> Option<(Layout, Cost)> {
+        self.layout().map(|layout| (layout, self.from(0)))
+    }
     /// Notes that the next stubs are those of instruction `n`.
     pub(super) fn mark(&mut self, stubs: usize, n: usize) {
         if self.counts() {
@@ -127,8 +131,10 @@ impl Translator {
     /// counted yet.
     pub(super) fn counted_poll(&mut self, offset: u32, after: Option<usize>) {
         let resume = after.unwrap_or(self.asm.here());
-        let cost = self.state.tally.from(0);
-        let from = exact::enter(&mut self.asm, cost);
+        let Some((layout, cost)) = self.state.tally.entry() else {
+            return;
+        };
+        let from = exact::enter(&mut self.asm, layout, cost);
         self.stubs.push(Stub::Poll {
             from,
             resume,

@@ -15,11 +15,13 @@ pub(super) const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
 const KERNEL: Mode = USER.with(Mode::KERNEL).with(Mode::BOUND);
 pub(super) const USER32: Mode = USER.with(Mode::BITS32);
 /// The mode of code that counts branches besides instructions.
-const COUNTED: Mode = USER.with(Mode::counting(Streams::of(bit(OF_BRANCHES))));
-const COUNTED_KERNEL: Mode = KERNEL.with(Mode::counting(Streams::of(bit(OF_BRANCHES))));
+const COUNTED: Mode = USER.with(Mode::counting(Streams::of(bit(OF_BRANCHES), 0)));
+const COUNTED_KERNEL: Mode = KERNEL.with(Mode::counting(Streams::of(bit(OF_BRANCHES), 0)));
 const SEVERAL: u16 = bit(OF_BRANCHES) | bit(NEAR_RETURNS);
 /// The mode of code that counts several streams besides instructions.
-const COUNTED_SEVERAL: Mode = USER.with(Mode::counting(Streams::of(SEVERAL)));
+const COUNTED_SEVERAL: Mode = USER.with(Mode::counting(Streams::of(SEVERAL, 0)));
+/// The mode of code that may have to be left after some of their events.
+const COUNTED_BOUNDED: Mode = USER.with(Mode::counting(Streams::of(SEVERAL, SEVERAL)));
 
 /// A block to be translated.
 pub(super) struct Case {
@@ -523,7 +525,7 @@ const COUNTING: &[Case] = &[
     case("a branch in its middle", COUNTED, two_ways),
     case(
         "the same, those that are taken",
-        USER.with(Mode::counting(Streams::of(bit(CONDITIONAL_TAKEN)))),
+        USER.with(Mode::counting(Streams::of(bit(CONDITIONAL_TAKEN), 0))),
         two_ways,
     ),
     case("a loop", COUNTED, sum),
@@ -552,6 +554,7 @@ const COUNTING: &[Case] = &[
         "several streams, some of which are of what is taken",
         USER.with(Mode::counting(Streams::of(
             SEVERAL | bit(CONDITIONAL_TAKEN),
+            0,
         ))),
         two_ways,
     ),
@@ -560,6 +563,16 @@ const COUNTING: &[Case] = &[
         a.mov(rax, qword_ptr(rdx))?;
         a.ret()
     }),
+    case("several bounded streams", COUNTED_BOUNDED, two_ways),
+    case("several bounded streams of a loop", COUNTED_BOUNDED, sum),
+    case(
+        "several bounded streams of a return",
+        COUNTED_BOUNDED,
+        |a| {
+            a.mov(rax, qword_ptr(rdx))?;
+            a.ret()
+        },
+    ),
     case("several streams of rep movsq", COUNTED_SEVERAL, |a| {
         a.rep().movsq()?;
         a.jmp(0x40_0200)

@@ -303,7 +303,7 @@ fn golden_trampolines() {
     let shown = &code[..second[0]];
     let names = Names::new(&trampolines);
     let n = disassemble(&mut text, shown, 0, &names, 0);
-    let end = all.of(Some(Streams::of(0))).enter;
+    let end = all.of(Some(Streams::of(0, 0))).enter;
     let n = n + disassemble(
         &mut text,
         &code[trampolines.root..end],

@@ -1,5 +1,6 @@
 //! The streams of events that code that counts counts besides instructions.
 
+use x86_cpu::Retired;
 use x86_defs::retired::*;
 
 use crate::frame::words::COUNTED_SUMS;
@@ -14,12 +15,12 @@ use crate::frame::words::COUNTED_SUMS;
 pub struct Streams(u8);
 
 /// Numbers of several streams, which no single stream has. Two bits can be added: streams are counted that depend on
-/// whether a branch is taken; and the interpreter executes what counts as a rare event, as a counter of those may
+/// whether a branch is taken; and code has to be left after a certain number of a stream's events, as a counter may
 /// overflow.
 const SEVERAL: u8 = 12;
 const AND_TAKEN: u8 = 1;
-const HOLDS: u8 = 2;
-const _: () = assert!(TRANSLATED <= SEVERAL as usize && SEVERAL | AND_TAKEN | HOLDS == 15);
+const BOUNDED: u8 = 2;
+const _: () = assert!(TRANSLATED <= SEVERAL as usize && SEVERAL | AND_TAKEN | BOUNDED == 15);
 
 /// The most sums besides that of instructions in the countdown, from the lowest bits up, and in memory.
 pub(crate) const IN_COUNTDOWN: usize = 3;
@@ -67,18 +68,17 @@ impl Streams {
     pub const fn are_countable(mask: u16) -> bool {
         mask >> TRANSLATED == 0
     }
-    /// Returns what has to be counted for a mask of streams that somebody counts, all of which are countable.
-    pub const fn of(mask: u16) -> Self {
+    /// Returns what has to be counted for a mask of streams that somebody counts, all of which are countable. `bounded`:
+    /// those of which only so many events may be counted until the run loop is returned to. Only several streams have
+    /// such bounds. (If only instructions are counted, `bounded` is 0.)
+    pub const fn of(mask: u16, bounded: u16) -> Self {
         let others = mask & !bit(INSTRUCTIONS);
         match others.count_ones() {
             0 => Self(BRANCHES as u8),
+            _ if bounded != 0 => Self(Self::several(others).0 | BOUNDED),
             1 => Self(others.trailing_zeros() as u8),
             _ => Self::several(others),
         }
-    }
-    /// Returns the same where the interpreter executes what counts as a rare event.
-    pub const fn held(mask: u16) -> Self {
-        Self(Self::several(mask).0 | HOLDS)
     }
     const fn several(mask: u16) -> Self {
         if mask & OF_TAKEN == 0 {
@@ -87,13 +87,9 @@ impl Streams {
             Self(SEVERAL | AND_TAKEN)
         }
     }
-    /// Returns the streams whose instructions the interpreter executes.
-    pub(crate) const fn left_out(self) -> u16 {
-        if self.are_several() && self.0 & HOLDS != 0 {
-            RARE
-        } else {
-            0
-        }
+    /// Returns true if the number of events is bounded, too.
+    pub(crate) const fn are_bounded(self) -> bool {
+        self.are_several() && self.0 & BOUNDED != 0
     }
     const fn has_taken(self) -> bool {
         self.are_several() && self.0 & AND_TAKEN != 0
@@ -116,6 +112,28 @@ impl Streams {
             (true, true) => &SUMS_WITH_TAKEN,
             _ => &SINGLE[self.0 as usize % TRANSLATED],
         }
+    }
+    /// Returns for each sum after how many of its events a counter may overflow. A bounded stream that has no sum bounds
+    /// one that each of its events belongs to.
+    pub fn bounds(self, retired: &Retired) -> [i64; SUMS] {
+        let mut bounds = [i64::MAX; SUMS];
+        if !self.are_bounded() {
+            return bounds;
+        }
+        let sums = self.sums();
+        for stream in (0..STREAMS).filter(|stream| retired.bounded >> stream & 1 != 0) {
+            let superset = if stream == CONDITIONAL_NOT_TAKEN {
+                CONDITIONAL
+            } else {
+                BRANCHES
+            };
+            let at = |of: usize| sums.iter().position(|sum| *sum == of);
+            if let Some(n) = at(stream).or_else(|| at(superset)) {
+                let left = i64::try_from(retired.events_left[stream]).unwrap_or(i64::MAX);
+                bounds[n] = bounds[n].min(left);
+            }
+        }
+        bounds
     }
     /// Returns all streams that follow from the sums.
     pub fn covered(self) -> u16 {
@@ -146,6 +164,34 @@ mod tests {
 
     use super::*;
 
+    /// A bound of one stream bounds a sum that has each of its events.
+    #[test]
+    fn each_bounded_stream_bounds_a_sum_that_contains_it() {
+        for stream in BRANCHES..TRANSLATED {
+            let mut left = [u64::MAX; STREAMS];
+            left[stream] = 7;
+            let mut retired = Retired::default();
+            retired.bound(&left);
+            let streams = Streams::of(bit(stream), retired.bounded);
+            let bounds = streams.bounds(&retired);
+            let n = bounds.iter().position(|left| *left == 7);
+            let sum = streams.sums()[n.expect("a bound")];
+            let branches = bit(BRANCHES);
+            let forms = [
+                branches | bit(CONDITIONAL),
+                branches | bit(NEAR_CALLS) | bit(NEAR_INDIRECT),
+                branches | bit(NEAR_RETURNS),
+                branches | bit(FAR),
+            ];
+            for of in forms
+                .into_iter()
+                .flat_map(|f| [outcome(f, false), outcome(f, true)])
+            {
+                assert!(of >> stream & 1 <= of >> sum & 1, "{stream}");
+            }
+        }
+    }
+
     /// Every stream that is wanted follows from the sums, for every kind of instruction.
     #[test]
     fn all_streams_that_are_wanted_follow_from_the_sums() {
@@ -160,7 +206,8 @@ mod tests {
             branches | bit(NEAR_RETURNS),
             branches | bit(FAR),
         ];
-        let all = (0..1 << TRANSLATED).flat_map(|w| [(w, Streams::of(w)), (w, Streams::held(w))]);
+        let all = (0..1 << TRANSLATED)
+            .flat_map(|w| [Streams::of(w, 0), Streams::of(w, w)].map(|s| (w, s)));
         for (wanted, streams) in all {
             assert_eq!(wanted & !bit(INSTRUCTIONS) & !streams.covered(), 0);
             assert_eq!(Streams::of_number(streams.number().into()), streams);

@@ -2,15 +2,26 @@
 
 use iced_x86::{Decoder, DecoderOptions};
 use x86_cpu::{CpuState, Retired, retired::outcome};
-use x86_defs::control::cr4;
-use x86_interp::events_of;
+use x86_defs::{
+    control::cr4,
+    retired::{BRANCHES, INSTRUCTIONS},
+};
+use x86_interp::{Interp, RunStop, events_of};
 
-use crate::{Jit, JitBus, runtime::state::is_countable};
-use x86_codegen::{codegen::countdown::exact, frame::targets::salt_of};
+use crate::{
+    Jit, JitBus,
+    runtime::state::{is_countable, is_translatable},
+};
+use x86_codegen::{
+    codegen::countdown::exact,
+    frame::{exit::Reason, targets::salt_of},
+};
 
 /// What the instructions between two changes of level count for at least, where one of the two levels is counted. So a
 /// guest that changes the level all the time comes to a poll, too.
 pub(crate) const LEAST_EXECUTED: u64 = 64;
+/// Fewest events before a counter's overflow for which another translation of a block is tried.
+const LEAST_EVENTS: i64 = 4;
 
 /// Adds to the vCPU's counts what translated code has counted, which has called Rust or has been left.
 #[inline]
@@ -18,6 +29,12 @@ pub(crate) fn settle(cpu: &mut CpuState) {
     if let Some(counted) = exact::take_counted(&mut cpu.engine) {
         add(cpu, &counted);
         cpu.retired.left = cpu.retired.left.saturating_sub(counted.left);
+        if cpu.retired.bounded != 0 {
+            let (streams, _) = exact::counts_as(&cpu.engine);
+            let events = streams.events(&counted.sums);
+            cpu.retired.approach(|stream| events[stream]);
+            exact::set_bounds(&mut cpu.engine, &cpu.retired);
+        }
     }
 }
 
@@ -80,8 +97,7 @@ impl<B: JitBus> Jit<B> {
         match streams {
             Some(streams) => {
                 let level = Retired::level(cpu.cpl);
-                let until = cpu.retired.left;
-                exact::begin(&mut cpu.engine, (streams, level), left, until);
+                exact::begin(&mut cpu.engine, (streams, level), left, &cpu.retired);
             }
             None => {
                 cpu.engine.counted_to = left;
@@ -120,6 +136,58 @@ impl<B: JitBus> Jit<B> {
         let go_on = self.go_on(cpu, left);
         // SAFETY: `go_on` is the address of a trampoline of that purpose in the code buffer of `self`.
         unsafe { cpu.engine.set_counted_go_on(go_on) };
+    }
+
+    /// Returns true if translated code is left before `reason` is answered.
+    pub(crate) fn has_to_leave(&self, cpu: &CpuState, reason: Reason) -> bool {
+        match reason {
+            // A counter may have overflowed with the instruction before: its interrupt comes first.
+            Reason::Interpret | Reason::Access => cpu.retired.is_due(),
+            // A new budget is all that is needed.
+            Reason::TooLong => self.session.is_short,
+            _ => false,
+        }
+    }
+
+    /// Answers a block that is longer than what is left until a counter may overflow, though its budget was new: its
+    /// split translation comes next, or the interpreter executes instructions up to the next branch. `resumed` is the
+    /// RIP at which RF was set, until an instruction has been executed.
+    #[cold]
+    pub(crate) fn shorten(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        resumed: &mut Option<u64>,
+    ) -> RunStop {
+        if bus.must_return(cpu) {
+            return RunStop::Poll;
+        }
+        let (streams, _) = exact::counts_as(&cpu.engine);
+        let here = (cpu.rip(), cpu.retired.total(INSTRUCTIONS));
+        let is_far = streams
+            .bounds(&cpu.retired)
+            .iter()
+            .all(|left| *left >= LEAST_EVENTS);
+        if is_far && core::mem::replace(&mut self.session.split_at, here) != here {
+            self.session.splits = true;
+            return RunStop::Poll;
+        }
+        let branches = cpu.retired.total(BRANCHES);
+        loop {
+            self.stats.interpreted += 1;
+            let stop = interp.one(cpu, bus);
+            if stop != RunStop::Poll {
+                return stop;
+            }
+            *resumed = None;
+            if cpu.retired.total(BRANCHES) != branches
+                || !is_translatable(cpu)
+                || bus.must_return(cpu)
+            {
+                return stop;
+            }
+        }
     }
 
     /// Takes back the count of the branch at RIP, which translated code has counted but which does not complete.

@@ -47,6 +47,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     };
     settle(cpu);
     let rest = countdown::exact::end(&mut cpu.engine);
+    jit.session.is_short = rest.is_some_and(|rest| rest < countdown::exact::LEAST);
     tell_view(cpu, bus);
     jit.follow_mode(cpu);
     if cpu.engine.log() != 0 {
@@ -94,11 +95,10 @@ fn answer<B: JitBus>(
     let page = frame.page;
     let [target, far] = frame.spill;
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
-    let resumed = jit.session.resumed.take();
+    let mut resumed = jit.session.resumed.take();
     let fault = jit.session.fault.take();
     let stop = match reason {
-        // A counter may have overflowed with the instruction before: its interrupt comes first.
-        Reason::Interpret | Reason::Access if cpu.retired.is_due() => {
+        _ if jit.has_to_leave(cpu, reason) => {
             if resumed == Some(cpu.rip()) {
                 cpu.rflags |= rflags::RF;
             }
@@ -143,10 +143,7 @@ fn answer<B: JitBus>(
             }
             RunStop::Poll
         }
-        Reason::TooLong => {
-            jit.session.splits = true;
-            RunStop::Poll
-        }
+        Reason::TooLong => jit.shorten(interp, cpu, bus, &mut resumed),
         Reason::Stale | Reason::Poll => {
             if argument != 0 {
                 jit.revalidate_trace(cpu, bus);

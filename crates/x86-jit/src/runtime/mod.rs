@@ -98,6 +98,11 @@ pub(crate) struct Session<B: JitBus> {
     pub(crate) stale: bool,
     /// True if the split translation of the block at RIP is to be executed next.
     pub(crate) splits: bool,
+    /// RIP and the number of instructions retired when the split translation was last chosen because the other was too
+    /// long.
+    pub(crate) split_at: (u64, u64),
+    /// True if little was left until the next poll when translated code called Rust.
+    pub(crate) is_short: bool,
     /// The page fault that the instruction at which [`handle`] is called next raises.
     pub(crate) fault: Option<Exception>,
     /// What [`Jit::can_resume`] returns.
@@ -179,6 +184,8 @@ impl<B: JitBus> Jit<B> {
                 changes: 0,
                 stale: false,
                 splits: false,
+                split_at: (0, 0),
+                is_short: false,
                 fault: None,
                 can_resume: false,
                 resumed: None,

@@ -95,11 +95,8 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
         mode |= Mode::KERNEL;
     }
     if cpu.retired.counts_at(cpu.cpl) {
-        let streams = cpu.retired.streams;
-        mode |= Mode::counting(match cpu.retired.held {
-            0 => Streams::of(streams),
-            _ => Streams::held(streams),
-        });
+        let r = &cpu.retired;
+        mode |= Mode::counting(Streams::of(r.streams, r.bounded));
     }
     if plain_tsc && (cpu.cpl == 0 || cpu.cr4 & cr4::TSD == 0) {
         mode |= Mode::TSC;

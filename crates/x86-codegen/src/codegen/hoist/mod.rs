@@ -162,7 +162,7 @@ impl Translator {
         let reluctance = gs(RELUCTANCES + 4 * self.next.hoist);
         self.next.hoist = (self.next.hoist + 1) % RELUCTANCES_LEN;
         let layout = self.state.tally.layout();
-        let cost = layout.map(|layout| (layout, self.state.tally.from(0)));
+        let cost = self.state.tally.entry();
         let unit = layout.map_or(1, |layout| layout.executed(1));
         a.alu_mem_imm(false, Alu::Sub, reluctance, unit);
         let from = a.jcc(cc::NS);
@@ -199,16 +199,14 @@ impl Translator {
         }
         hoisted.borrow_registers(&mut self.asm);
         let rests: Vec<usize> = (1..turns as usize)
-            .map(|rest| {
-                self.branch_to_rest(rest, insns.len() - rest * hoisted.turn, cost.is_some())
-            })
+            .map(|rest| self.branch_to_rest(rest, insns.len() - rest * hoisted.turn, layout))
             .collect();
         let a = &mut self.asm;
         a.align();
         hoisted.start = a.here();
         let from = match cost {
-            Some((_, cost)) => exact::fast_turn(a, cost),
-            None => countdown::fast_turn(a, len),
+            Some((layout, cost)) => exact::enter(a, layout, cost),
+            None => [countdown::fast_turn(a, len); 3],
         };
         let stubs = self.stubs.len();
         self.stubs.push(Stub::TurnsDone { from, again });
@@ -224,19 +222,19 @@ impl Translator {
 
     /// Branches to the last `rest` iterations of the block, which begin with instruction `n`, if the first pass has
     /// only these. Returns the branch.
-    fn branch_to_rest(&mut self, rest: usize, n: usize, counts: bool) -> usize {
+    fn branch_to_rest(&mut self, rest: usize, n: usize, layout: Option<Layout>) -> usize {
         let a = &mut self.asm;
         a.alu_mem_imm8(false, Alu::Cmp, gs(REST), rest as i8);
-        if !counts {
+        let Some(layout) = layout else {
             return a.jcc(cc::E);
-        }
+        };
         let is_other = a.jcc(cc::NE);
         let cost = self.state.tally.from(n);
-        let is_over = exact::fast_turn(a, cost);
+        let is_over = exact::enter(a, layout, cost);
         let from = a.jmp();
         let here = a.here();
-        a.patch(is_over, here);
-        exact::refund_entry(a, cost, S1);
+        is_over.into_iter().for_each(|from| a.patch(from, here));
+        exact::refund_entry(a, layout, cost, S1);
         let here = a.here();
         a.patch(is_other, here);
         from
@@ -385,11 +383,13 @@ impl HoistedLoop {
         a.store32_imm(self.reluctance, 0);
         // With less than this left, each pass would be interrupted at once, and the loop would never come to a poll.
         let least = LEAST * self.len;
-        let from = match self.cost {
-            Some((layout, cost)) => exact::end_fast_turns(a, layout, cost, least),
-            None => countdown::end_fast_turns(a, self.len, least),
-        };
-        a.patch(from, again);
+        match self.cost {
+            Some(cost) => exact::end_fast_turns(a, cost, (least, again)),
+            None => {
+                let is_near = countdown::end_fast_turns(a, self.len, least);
+                a.patch(is_near, again);
+            }
+        }
         a.jmp_to(self.retry);
     }
 

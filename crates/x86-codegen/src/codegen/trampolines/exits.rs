@@ -105,7 +105,7 @@ impl Emitter<'_> {
         self.at_offset(Reason::Stale, false);
         if self.counts.is_some() {
             self.t.too_long = self.a.here();
-            self.at_offset(Reason::TooLong, false);
+            self.at_offset(Reason::TooLong, true);
         }
     }
 

@@ -114,8 +114,8 @@ pub struct Trampolines {
 pub struct AllTrampolines {
     /// For code that counts nothing.
     pub plain: Trampolines,
-    /// For code that counts what is retired: one stream besides instructions, or several.
-    counting: [Trampolines; 2],
+    /// For code that counts what is retired, by its layout.
+    counting: [Trampolines; 3],
 }
 
 impl AllTrampolines {
@@ -134,14 +134,15 @@ impl AllTrampolines {
             t
         };
         let plain = next(None);
-        let counting = [Layout::One, Layout::Several].map(|l| next(Some((&plain, l))));
+        let counting =
+            [Layout::One, Layout::Several, Layout::Bounded].map(|l| next(Some((&plain, l))));
         Self { plain, counting }
     }
     /// Returns the trampolines of code that counts these streams, or of code that does not count.
     pub const fn of(&self, streams: Option<Streams>) -> &Trampolines {
         match streams {
             None => &self.plain,
-            Some(streams) => &self.counting[streams.are_several() as usize],
+            Some(streams) => &self.counting[Layout::of(streams) as usize],
         }
     }
     /// Returns the trampoline that goes on at [`COUNTED_ENTRY`] with code that counts these streams, or does not count.

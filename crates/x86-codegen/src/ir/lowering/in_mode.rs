@@ -31,12 +31,6 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
         return Lowering::Interpret;
     }
-    // A counter of these events may overflow soon, so the interpreter executes the instruction.
-    if let Some(streams) = mode.streams()
-        && x86_interp::events_of(i) & streams.left_out() != 0
-    {
-        return Lowering::Interpret;
-    }
     // The trampoline of CLTS leaves code that counts to the interpreter.
     if kind == Lowering::Clts && mode.has(Mode::COUNTS) {
         return Lowering::Interpret;

@@ -320,7 +320,12 @@ impl<B: JitBus> Jit<B> {
                     }
                 }
                 Reason::Branch => {}
-                Reason::TooLong => self.session.splits = true,
+                Reason::TooLong => {
+                    let stop = self.shorten(interp, cpu, bus, &mut None);
+                    if stop != RunStop::Poll {
+                        return Left::Stopped(stop);
+                    }
+                }
                 Reason::Stale => {
                     if argument != 0 {
                         self.revalidate_trace(cpu, bus);

@@ -11,11 +11,15 @@ pub(crate) enum Layout {
     One,
     /// Instructions from bit 42 on, three other sums of 14 bits below, and four of 16 bits in memory.
     Several,
+    /// The same, and each sum has a guard, which is set once a counter may have overflowed.
+    Bounded,
 }
 
 impl Layout {
     pub(crate) const fn of(streams: Streams) -> Self {
-        if streams.are_several() {
+        if streams.are_bounded() {
+            Self::Bounded
+        } else if streams.are_several() {
             Self::Several
         } else {
             Self::One
@@ -25,19 +29,23 @@ impl Layout {
     pub(crate) const fn shift(self) -> u8 {
         match self {
             Self::One => 20,
-            Self::Several => IN_COUNTDOWN as u8 * self.bits(),
+            Self::Several | Self::Bounded => IN_COUNTDOWN as u8 * self.bits(),
         }
     }
     /// Returns how many bits each other sum in the countdown has: enough for the events from one poll to the next.
     pub(crate) const fn bits(self) -> u8 {
         match self {
             Self::One => 20,
-            Self::Several => 14,
+            Self::Several | Self::Bounded => 14,
         }
     }
-    /// Returns what the other sums in the countdown begin at.
+    /// Returns what the other sums in the countdown begin at where they have no bounds.
     pub(crate) const fn events(self) -> u64 {
         (1 << self.shift()) - 1
+    }
+    /// Returns true if there are several sums besides that of instructions.
+    pub(crate) const fn has_several(self) -> bool {
+        !matches!(self, Self::One)
     }
     /// Returns `n` instructions in the countdown's units.
     pub(crate) const fn instructions(self, n: i32) -> i64 {
@@ -47,7 +55,7 @@ impl Layout {
     pub(in crate::codegen) const fn executed(self, n: i32) -> i32 {
         match self {
             Self::One => n << (self.shift() - super::EXECUTED_FROM_ONE),
-            Self::Several => n << (self.shift() - super::EXECUTED_FROM_SEVERAL),
+            Self::Several | Self::Bounded => n << (self.shift() - super::EXECUTED_FROM_SEVERAL),
         }
     }
 }

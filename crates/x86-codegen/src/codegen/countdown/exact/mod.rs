@@ -1,10 +1,9 @@
 //! The countdown of code that counts what is retired, exactly.
 //!
 //! The register holds several sums. Instructions are counted from bit [`Layout::shift`] on; below are the events of
-//! other streams, which begin at [`Layout::events`] and do not come to zero within a budget. The entry of a block
-//! counts all of them by one subtraction, as if the block were executed to its end and no conditional branch were
-//! taken. A stub that leaves the block elsewhere first gives back the difference ([`refund`]). So there is one
-//! invariant wherever generated code may be left:
+//! other streams. The entry of a block counts all of them by one subtraction, as if the block were executed to its end
+//! and no conditional branch were taken. A stub that leaves the block elsewhere first gives back the difference
+//! ([`refund`]). So there is one invariant wherever generated code may be left:
 //!
 //! > retired = what polls have taken off ([`COUNTED`]) + [`COUNTED_FROM`] − the countdown
 //!
@@ -12,15 +11,18 @@
 //! overflow, and a block is entered only if all of it is within the budget: the interpreter executes what is left.
 //!
 //! Where several streams are counted ([`Layout::Several`]), the sums of rarer events are in memory
-//! ([`COUNTED_BESIDE`]). These count up, and blocks without such events do not touch them.
+//! ([`COUNTED_BESIDE`]). These count up, and blocks without such events do not touch them. If a counter of events may
+//! overflow, their number bounds a budget, too ([`bounds`]); otherwise the sums below instructions begin so high that
+//! they do not come to zero within a budget.
 
+mod bounds;
 mod cost;
 mod sums;
 
 pub(crate) use cost::{Cost, Layout};
 pub use sums::*;
 
-use super::{BUDGET, CREDIT, Poll, SOON, approach, run_limit_ends, vary_budget};
+use super::{BUDGET, CREDIT, Poll, Polls, SOON, approach, run_limit_ends, vary_budget};
 use crate::{
     asm::*,
     frame::words::*,
@@ -33,25 +35,55 @@ pub const LEAST: u64 = 64;
 /// budget and the credit.
 const LEAST_FOR_CREDIT: u64 = 2 * BUDGET as u64 + CREDIT as u64;
 
-/// Emits the entry of a block of this cost. Returns the branch to a poll; if it is taken, only the countdown has
-/// counted.
-pub(in crate::codegen) fn enter(a: &mut Asm, cost: Cost) -> usize {
+/// Emits the entry of a block of this cost. Returns the branches to a poll, some of which may be the same. If one is
+/// taken, [`refund_entry`] takes the entry back.
+pub(in crate::codegen) fn enter(a: &mut Asm, layout: Layout, cost: Cost) -> Polls {
     match i32::try_from(cost.countdown) {
         Ok(n) => a.alu_imm(true, Alu::Sub, COUNTER, n),
         Err(_) => a.alu_literal(Alu::Sub, COUNTER, cost.countdown.cast_unsigned()),
     }
-    let polls = a.jcc(cc::L);
+    match layout {
+        Layout::One | Layout::Several => {
+            let polls = a.jcc(cc::L);
+            add_beside(a, cost);
+            [polls; 3]
+        }
+        Layout::Bounded => {
+            add_beside(a, cost);
+            let polls = bounds::branch_if_used_up(a);
+            let [first, second] = [0, 1].map(|n| match cost.beside[n] {
+                0 => polls,
+                _ => bounds::branch_if_beside(a, n),
+            });
+            [polls, first, second]
+        }
+    }
+}
+
+/// Adds a block's events to the sums in memory. Changes flags.
+fn add_beside(a: &mut Asm, cost: Cost) {
     for (n, events) in cost.beside.into_iter().enumerate() {
         if events != 0 {
             a.alu_mem_imm(false, Alu::Add, beside(n), events);
         }
     }
-    polls
+}
+
+/// Returns true if a block of this cost may not fit in a budget even where the budget is new.
+pub(in crate::codegen) fn may_be_too_long(layout: Layout, cost: Cost) -> bool {
+    match layout {
+        Layout::One | Layout::Several => cost.countdown > layout.instructions(LEAST as i32),
+        Layout::Bounded => true,
+    }
 }
 
 /// Takes back an entry whose poll is due. Changes no flags, but may change `scratch`.
-pub(in crate::codegen) fn refund_entry(a: &mut Asm, cost: Cost, scratch: Reg) {
-    let beside = [0; 2];
+pub(in crate::codegen) fn refund_entry(a: &mut Asm, layout: Layout, cost: Cost, scratch: Reg) {
+    let beside = match layout {
+        // Only the countdown has counted.
+        Layout::One | Layout::Several => [0; 2],
+        Layout::Bounded => cost.beside,
+    };
     refund(a, Cost { beside, ..cost }, scratch);
 }
 
@@ -94,7 +126,7 @@ pub(in crate::codegen) fn note_refund(a: &mut Asm, layout: Layout, cost: Cost) {
             a.store32_imm(gs(REFUND + 4), (cost.countdown >> 32) as i32);
         }
     }
-    if layout == Layout::Several {
+    if layout.has_several() {
         for (n, events) in cost.beside.into_iter().enumerate() {
             a.store32_imm(gs(REFUND_BESIDE + 4 * n), events);
         }
@@ -104,7 +136,7 @@ pub(in crate::codegen) fn note_refund(a: &mut Asm, layout: Layout, cost: Cost) {
 /// Gives back what [`note_refund`] has noted. Changes r14 and flags.
 pub(in crate::codegen) fn refund_noted(a: &mut Asm, layout: Layout) {
     a.alu(true, Alu::Add, COUNTER, gs(REFUND));
-    if layout == Layout::Several {
+    if layout.has_several() {
         for n in 0..2 {
             a.load32(S0, gs(REFUND_BESIDE + 4 * n));
             a.rm(false, &[0x29], S0, beside(n)); // sub
@@ -126,7 +158,7 @@ pub(in crate::codegen) fn place_refund(a: &mut Asm, layout: Layout, cost: Cost) 
     ];
     let words = match layout {
         Layout::One => &words[..1],
-        Layout::Several => &words,
+        _ => &words,
     };
     for word in words {
         a.bytes(&NOP);
@@ -142,7 +174,7 @@ pub(in crate::codegen) fn refund_placed(a: &mut Asm, layout: Layout) {
             a.rm(true, &[0x63], S1, place(0)); // movsxd
             a.alu_rr(true, Alu::Add, COUNTER, S1);
         }
-        Layout::Several => {
+        _ => {
             a.load32(S1, place(1));
             a.shift(true, 4, S1, 32);
             a.alu_rr(true, Alu::Add, COUNTER, S1);
@@ -203,7 +235,7 @@ fn shorten(a: &mut Asm, by: Reg) {
 fn mask_events(a: &mut Asm, layout: Layout, r: Reg) {
     match layout {
         Layout::One => a.alu_imm(true, Alu::And, r, -(1 << layout.shift())),
-        Layout::Several => {
+        _ => {
             a.shift(true, 7, r, layout.shift()); // sar
             a.shift(true, 4, r, layout.shift());
         }
@@ -284,6 +316,11 @@ fn set_budget(a: &mut Asm, layout: Layout) {
             a.shift(true, 4, COUNTER, layout.shift());
             a.lea(COUNTER, at(COUNTER, -1));
         }
+        Layout::Bounded => {
+            a.shift(true, 4, COUNTER, layout.shift());
+            bounds::begin_sums(a);
+            a.load(S0, gs(EVENTS_LEFT));
+        }
     }
     a.store(gs(COUNTED_FROM), COUNTER);
 }
@@ -302,7 +339,7 @@ fn take_off(a: &mut Asm, layout: Layout) {
             a.alu(true, Alu::Add, S0, events);
             a.store(events, S0);
         }
-        Layout::Several => take_off_several(a),
+        Layout::Several | Layout::Bounded => take_off_several(a, layout),
     }
     a.load(S0, gs(EVENTS_LEFT));
     a.alu_rr(true, Alu::Sub, S0, COUNTER);
@@ -313,24 +350,34 @@ fn take_off(a: &mut Asm, layout: Layout) {
 
 /// Adds to the sums of events what has been counted; the countdown and r14 have it. Leaves instructions in the
 /// countdown.
-fn take_off_several(a: &mut Asm) {
-    let bits = Layout::Several.bits();
+fn take_off_several(a: &mut Asm, layout: Layout) {
+    let bits = layout.bits();
+    let is_bounded = layout == Layout::Bounded;
     for n in 0..IN_COUNTDOWN {
         a.alu_imm(false, Alu::And, S0, (1 << bits) - 1);
         a.rm(true, &[0x01], S0, gs(COUNTED_EVENTS + 8 * n)); // add
+        if is_bounded {
+            bounds::take_off(a, n);
+        }
         a.shift(true, 5, COUNTER, bits);
         if n + 1 < IN_COUNTDOWN {
             a.mov(S0, COUNTER);
         }
     }
+    let mut sums = COUNTED_BESIDE;
+    if is_bounded {
+        sums = COUNTED_SPILL;
+        a.load(S0, gs(COUNTED_BESIDE));
+        a.alu(true, Alu::Sub, S0, gs(COUNTED_BESIDE_FROM));
+        a.store(gs(sums), S0);
+    }
     for n in 0..IN_MEMORY {
-        a.rm(false, &[0x0f, 0xb7], S0, gs(COUNTED_BESIDE + 2 * n)); // movzx
-        a.rm(
-            true,
-            &[0x01],
-            S0,
-            gs(COUNTED_EVENTS + 8 * (IN_COUNTDOWN + n)),
-        );
+        a.rm(false, &[0x0f, 0xb7], S0, gs(sums + 2 * n)); // movzx
+        let sum = IN_COUNTDOWN + n;
+        a.rm(true, &[0x01], S0, gs(COUNTED_EVENTS + 8 * sum)); // add
+        if is_bounded {
+            bounds::take_off(a, sum);
+        }
     }
     a.store_imm(gs(COUNTED_BESIDE), 0);
 }
@@ -356,7 +403,7 @@ pub(in crate::codegen) fn begin_fast_turns(a: &mut Asm, layout: Layout) {
     a.mov(S0, COUNTER);
     a.alu_rr(true, Alu::Sub, S0, S1);
     mask_events(a, layout, S0);
-    if layout == Layout::Several {
+    if layout.has_several() {
         a.rr(true, &[0x85], S0, S0); // test
     }
     let is_less = a.jcc(cc::LE);
@@ -369,20 +416,14 @@ pub(in crate::codegen) fn begin_fast_turns(a: &mut Asm, layout: Layout) {
     a.store(gs(BEGAN), S1);
 }
 
-/// Emits the beginning of a fast iteration of this cost, or of the rest of one. Returns the branch to take if the
-/// budget is too short.
-pub(in crate::codegen) fn fast_turn(a: &mut Asm, cost: Cost) -> usize {
-    enter(a, cost)
-}
-
 /// Does what [`super::end_fast_turns`] does; `cost` is that of one iteration, which has been subtracted once too often.
+/// Branches to `again` also if there are not enough events left for an iteration.
 pub(in crate::codegen) fn end_fast_turns(
     a: &mut Asm,
-    layout: Layout,
-    cost: Cost,
-    least: i32,
-) -> usize {
-    refund_entry(a, cost, S1);
+    (layout, cost): (Layout, Cost),
+    (least, again): (i32, usize),
+) {
+    refund_entry(a, layout, cost, S1);
     a.load(S1, gs(OWED));
     a.alu_rr(true, Alu::Add, COUNTER, S1);
     a.alu(true, Alu::Add, S1, gs(COUNTED_FROM));
@@ -395,7 +436,13 @@ pub(in crate::codegen) fn end_fast_turns(
             a.alu_rr(true, Alu::Cmp, COUNTER, S1);
         }
     }
-    a.jcc(cc::L)
+    let is_near = a.jcc(cc::L);
+    a.patch(is_near, again);
+    if layout == Layout::Bounded {
+        for is_short in bounds::branch_if_too_short(a, cost) {
+            a.patch(is_short, again);
+        }
+    }
 }
 
 /// Does what [`super::leave_fast_turns`] does; `executed` is called with [`Layout::executed`] of the number in r13, in
@@ -422,7 +469,7 @@ pub(in crate::codegen) fn leave_fast_turns(
     };
     a.store(gs(SPILL), S1);
     a.load32(S1, gs(SPILL + usize::from(from / 8)));
-    if layout == Layout::Several {
+    if layout.has_several() {
         a.lea(S1, at(S1, (worth >> EXECUTED_FROM_SEVERAL) as i32));
     }
     executed(a);

@@ -2,33 +2,46 @@
 
 use engine_frame::EngineFrame;
 
-use super::{LEAST_FOR_CREDIT, Layout};
+use super::{LEAST_FOR_CREDIT, Layout, bounds};
 use crate::{
     codegen::countdown::longest,
     ir::streams::{IN_COUNTDOWN, IN_MEMORY, SUMS, Streams},
 };
+use x86_cpu::Retired;
 
 /// The bit of [`EngineFrame::counted_as`] that has the level.
 const LEVEL: u64 = 1 << 8;
 
-/// Sets the countdown of code that counts, which is entered or goes on, to at most so many instructions. `left`: after
-/// how many a counter may overflow.
+/// Sets the countdown of code that counts, which is entered or goes on, to at most so many instructions, and to what is
+/// left until a counter may overflow.
 pub fn begin(
     frame: &mut EngineFrame,
     (streams, level): (Streams, usize),
     instructions: u64,
-    left: u64,
+    retired: &Retired,
 ) {
-    let instructions = instructions.min(left);
-    if left < LEAST_FOR_CREDIT {
+    let instructions = instructions.min(retired.left);
+    if retired.left < LEAST_FOR_CREDIT {
         frame.credit_left = 0;
     }
     let layout = Layout::of(streams);
-    let countdown = instructions.min(longest()) << layout.shift() | layout.events();
+    let events = match layout {
+        Layout::One | Layout::Several => {
+            frame.counted_beside = 0;
+            layout.events()
+        }
+        Layout::Bounded => bounds::begin(frame, streams.bounds(retired)),
+    };
+    let countdown = instructions.min(longest()) << layout.shift() | events;
     frame.counted_from = countdown;
     frame.counted_to = countdown;
     frame.counted_as = u64::from(streams.number());
     set_level(frame, level);
+}
+
+/// Sets after how many events a counter may overflow, once [`take_counted`] has taken some.
+pub fn set_bounds(frame: &mut EngineFrame, retired: &Retired) {
+    frame.counted_left = counts_as(frame).0.bounds(retired);
 }
 
 /// Sets the level that what is counted from now on counts at.
@@ -75,11 +88,13 @@ pub fn take_counted(frame: &mut EngineFrame) -> Option<Counted> {
     let counted = counted(frame)?;
     frame.counted_from = frame.counted_to;
     frame.counted = 0;
-    frame.counted_beside = 0;
-    let sums = match Layout::of(counts_as(frame).0) {
-        Layout::One => 1,
-        Layout::Several => SUMS,
-    };
+    let layout = Layout::of(counts_as(frame).0);
+    if layout == Layout::Bounded {
+        frame.counted_beside_from = frame.counted_beside;
+    } else {
+        frame.counted_beside = 0;
+    }
+    let sums = if layout.has_several() { SUMS } else { 1 };
     frame.counted_events[..sums].fill(0);
     Some(counted)
 }
@@ -104,7 +119,11 @@ pub fn counted(frame: &EngineFrame) -> Option<Counted> {
             let events = counted >> (n as u8 * layout.bits()) & ((1 << layout.bits()) - 1);
             *sum = sum.wrapping_add(events);
         }
-        let beside = frame.counted_beside;
+        let begun = match layout {
+            Layout::Bounded => frame.counted_beside_from,
+            _ => 0,
+        };
+        let beside = frame.counted_beside.wrapping_sub(begun);
         for (n, sum) in sums[IN_COUNTDOWN..].iter_mut().take(IN_MEMORY).enumerate() {
             *sum = sum.wrapping_add(beside >> (16 * n) & 0xffff);
         }
