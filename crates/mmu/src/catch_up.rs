@@ -188,6 +188,7 @@ impl Mmu {
         if core::mem::take(&mut self.is_written_by_device) {
             self.renew_families();
             self.verification = self.verification.map(|v| v + 1);
+            self.fetched.iter_mut().for_each(Vec::clear);
         }
     }
 }

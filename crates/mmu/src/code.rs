@@ -149,13 +149,16 @@ impl Mmu {
         }
     }
 
-    /// Returns true if the page is one that [`Self::recheck_exposed`] compares.
+    /// Notes a page that has just been compared, for [`Self::serialize`] and [`Self::recheck_exposed`].
     fn expose(&mut self, e: FetchEntry) {
-        if e.writable
-            && self.exposed.len() <= MAX_EXPOSED
-            && self.exposed.iter().all(|other| other.entry.id != e.id)
-        {
-            self.exposed.push(Exposed::new(e));
+        let add = |pages: &mut Vec<Exposed<FetchEntry>>| {
+            if pages.len() <= MAX_EXPOSED && pages.iter().all(|other| other.entry.id != e.id) {
+                pages.push(Exposed::new(e));
+            }
+        };
+        add(&mut self.fetched[usize::from(self.views[self.live].user)]);
+        if e.writable {
+            add(&mut self.exposed);
         }
     }
 
@@ -328,17 +331,31 @@ impl Mmu {
         self.renew_families();
         self.verification = self.verification.map(|v| v + 1);
         self.exposed.clear();
+        self.fetched.iter_mut().for_each(Vec::clear);
         self.global_fetch.epoch = self.next_tick();
         self.other_fetch.epoch = self.next_tick();
         self.verify_view();
     }
 
     /// Does the same at an instruction that serialises. One that a user executes says nothing about the kernel's code. (A
-    /// program that starts executes CPUID some thirty times.)
+    /// program that starts executes CPUID some thirty times.) If few pages have been fetched from since the last
+    /// recheck, they are compared at once, and what engines keep for the present epoch stays.
     pub fn serialize(&mut self) {
-        if self.views[self.live].user {
+        let is_user = self.views[self.live].user;
+        let from = usize::from(is_user);
+        if self.fetched[from..]
+            .iter()
+            .all(|pages| pages.len() <= MAX_EXPOSED)
+        {
+            for n in from..self.fetched.len() {
+                let mut pages = core::mem::take(&mut self.fetched[n]);
+                self.compare_pages(&mut pages);
+                self.fetched[n] = pages;
+            }
+        } else if is_user {
             self.forget_switches();
             self.verification[1] += 1;
+            self.fetched[1].clear();
             self.verify_view();
         } else {
             self.recheck_code();
@@ -358,13 +375,17 @@ impl Mmu {
     pub(crate) fn look_at_exposed(&mut self) {
         match self.exposed.len() {
             0 => {}
-            1..=MAX_EXPOSED => self.compare_exposed(),
+            1..=MAX_EXPOSED => {
+                let mut pages = core::mem::take(&mut self.exposed);
+                self.compare_pages(&mut pages);
+                self.exposed = pages;
+            }
             _ => self.recheck_code(),
         }
     }
 
     #[inline]
-    fn compare_exposed(&mut self) {
+    fn compare_pages(&mut self, pages: &mut [Exposed<FetchEntry>]) {
         let remembered = self.remembered;
         let is_same = |page: &mut Exposed<FetchEntry>| {
             let FetchEntry {
@@ -372,21 +393,17 @@ impl Mmu {
             } = page.entry;
             known == remembered && page.is_same(host, sum.chunks, sum.sum)
         };
-        if !self.exposed.iter_mut().all(is_same) {
-            self.compare_changed();
+        if !pages.iter_mut().all(is_same) {
+            self.compare_changed(pages);
         }
     }
 
     #[cold]
-    fn compare_changed(&mut self) {
-        for n in 0..self.exposed.len() {
-            let Some(mut e) = self.exposed.get(n).map(|page| page.entry) else {
-                return;
-            };
+    fn compare_changed(&mut self, pages: &mut [Exposed<FetchEntry>]) {
+        for page in pages {
+            let mut e = page.entry;
             self.compare(&mut e);
-            if let Some(page) = self.exposed.get_mut(n) {
-                page.set_entry(e);
-            }
+            page.set_entry(e);
         }
     }
 

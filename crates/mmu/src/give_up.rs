@@ -65,6 +65,7 @@ impl Mmu {
             self.views[i].epoch = epoch;
         }
         self.exposed.clear();
+        self.fetched.iter_mut().for_each(Vec::clear);
         self.written.reset(&self.table);
         self.look_for_logging();
     }

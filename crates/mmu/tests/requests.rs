@@ -472,6 +472,44 @@ fn serialising_instructions_compare_code() {
     }
 }
 
+/// Few pages are compared at once, and what is known of them stays. Many are compared one by one, when they are executed
+/// next.
+#[test]
+fn serialising_instructions_compare_few_pages_at_once() {
+    const ROOT: u64 = 0x10_0000;
+    const PAGES: u64 = 20;
+    let mut m = Machine::long_mode(ROOT);
+    let mut pool = ROOT + 0x1000;
+    let at = |n: u64| (0x40_0000 + 0x1000 * n, 0x2000 + 0x1000 * n);
+    for (gva, gpa) in (0..PAGES).map(at) {
+        m.map(ROOT, gva, gpa | 7, &mut pool);
+    }
+    m.cpu.cpl = 3;
+    m.mmu.select_view(&m.cpu);
+    let look = |m: &mut Machine, n: u64| fetch(&mut m.mmu, &mut m.cpu, at(n).0).1;
+    for (fetched, keeps) in [(3, true), (PAGES, false), (2, true)] {
+        let before: Vec<u32> = (0..fetched).map(|n| look(&mut m, n)).collect();
+        let epoch = m.mmu.fetch_epoch();
+        m.mmu.serialize();
+        assert_eq!(m.mmu.fetch_epoch() == epoch, keeps, "{fetched} pages");
+        assert!((0..fetched).all(|n| look(&mut m, n) == before[n as usize]));
+        let changed = fetched - 1;
+        let byte = at(changed).1 as usize;
+        // SAFETY: inside the mapping; the vCPU does not run.
+        unsafe {
+            let byte = m.ram.as_ptr().add(byte);
+            byte.write_volatile(byte.read_volatile() + 1);
+        }
+        m.mmu.serialize();
+        for n in 0..fetched {
+            let same = look(&mut m, n) == before[n as usize];
+            assert_eq!(same, n != changed, "page {n} of {fetched}");
+        }
+        // Only pages that are fetched from now on count.
+        m.mmu.recheck_code();
+    }
+}
+
 #[test]
 fn another_slot_has_other_code() {
     let mut m = Machine::new();
