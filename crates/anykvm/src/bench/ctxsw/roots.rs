@@ -24,7 +24,9 @@ const AREA: u64 = 0x9000;
 const ROOTS: u64 = 0x20_0000;
 /// Size of a root's four tables and its pages, in bytes.
 const SIZE: u64 = (4 + PAGES) << 12;
-const RAM: u64 = ROOTS + 100 * SIZE;
+/// More than the roots need: address spaces of a guest with little memory get less than others.
+const RAM: u64 = 256 << 20;
+const _: () = assert!(ROOTS + TURNS[TURNS.len() - 1] * SIZE <= RAM);
 const MSR: u32 = 0x616b_0001;
 const KEEP: u64 = 1 << 63;
 /// CR4.PGE.
