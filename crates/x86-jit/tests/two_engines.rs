@@ -290,3 +290,59 @@ fn flags_that_are_read_late() {
         Ok(())
     });
 }
+
+/// Divisions of 8 and 16 bits by registers, high bytes and memory, with dividends of both widths.
+#[test]
+fn small_divisions() {
+    let (gpr, ..) = compare(|a| {
+        let mut again = a.create_label();
+        a.mov(ecx, 255)?;
+        a.mov(rdi, DATA)?;
+        a.set_label(&mut again)?;
+        // The upper half is one less than the divisor, which is the most that it may be.
+        a.mov(eax, ecx)?;
+        a.shl(eax, 8)?;
+        a.dec(eax)?;
+        a.div(cl)?;
+        a.add(rsi, rax)?;
+        a.mov(bh, cl)?;
+        a.mov(eax, 250)?;
+        a.div(bh)?;
+        a.add(rsi, rax)?;
+        a.mov(edx, ecx)?;
+        a.dec(edx)?;
+        a.mov(eax, 54_321)?;
+        a.div(cx)?;
+        a.lea(rsi, qword_ptr(rsi + rax * 4))?;
+        a.add(rsi, rdx)?;
+        // Signed ones, of which those by -1 are the interpreter's.
+        a.mov(ebx, ecx)?;
+        a.or(bl, 1)?;
+        a.mov(byte_ptr(rdi), bl)?;
+        a.lea(eax, dword_ptr(rcx - 100))?;
+        a.movsx(eax, al)?;
+        a.idiv(byte_ptr(rdi))?;
+        a.xor(rsi, rax)?;
+        a.movsx(r8d, bl)?;
+        a.lea(eax, dword_ptr(rcx - 100))?;
+        a.cwd()?;
+        a.idiv(r8w)?;
+        a.lea(rsi, qword_ptr(rsi + rax * 2))?;
+        a.add(rsi, rdx)?;
+        // A dividend that is more than its lower half.
+        a.and(bl, 0x7f)?;
+        a.or(bl, 0x10)?;
+        a.mov(eax, 1000)?;
+        a.idiv(bl)?;
+        a.rol(rsi, 3)?;
+        a.add(rsi, rax)?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        a.mov(eax, 0xfff8)?;
+        a.mov(ecx, 3)?;
+        a.idiv(cl)?;
+        Ok(())
+    });
+    // -8 / 3 is -2, and -2 is left.
+    assert_eq!(gpr[reg::RAX], 0xfefe);
+}

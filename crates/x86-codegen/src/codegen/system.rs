@@ -185,23 +185,17 @@ impl Translator {
         a.alu(false, Alu::Xor, S1, gs(RFLAGS));
         a.rr(false, &[0xf7], 0, S1); // test
         // POPF of 16 bits leaves the upper bits as they are.
-        let steady = if word == 2 { STEADY & 0xffff } else { STEADY };
+        let mut steady = if word == 2 { STEADY & 0xffff } else { STEADY };
+        let may_change_if = self.input.mode.has(Mode::KERNEL);
+        if !may_change_if {
+            steady |= rflags::IF as i32;
+        }
         a.bytes(&steady.to_le_bytes());
         self.bail_if(cc::NE, d.offset);
-        let a = &mut self.asm;
-        a.rr(false, &[0xf7], 0, S0);
-        a.bytes(&(rflags::IF as u32).to_le_bytes());
-        let disabled = a.jcc(cc::E);
-        self.bail_if_waiting(d.offset);
-        let a = &mut self.asm;
-        a.store8(gs(RFLAGS + 1), 2);
-        let enabled = a.jmp();
-        let here = a.here();
-        a.patch(disabled, here);
-        a.store8(gs(RFLAGS + 1), 0);
-        let here = a.here();
-        a.patch(enabled, here);
-        self.move_stack(self.word());
+        if may_change_if {
+            self.change_if(d.offset);
+        }
+        self.move_stack(word);
         let a = &mut self.asm;
         // The arithmetic flags of bits 0 to 7 go to AH's place in the word, OF from bit 11 to AL's.
         a.mov32(S1, S0);
@@ -212,6 +206,23 @@ impl Translator {
         a.alu_rr(false, Alu::Or, S1, S0);
         a.store32(SHORT_FLAGS, S1);
         self.state.flags = Flags::Memory;
+    }
+
+    /// Sets IF to that of the flags in r14.
+    fn change_if(&mut self, offset: u32) {
+        let a = &mut self.asm;
+        a.rr(false, &[0xf7], 0, S0);
+        a.bytes(&(rflags::IF as u32).to_le_bytes());
+        let disabled = a.jcc(cc::E);
+        self.bail_if_waiting(offset);
+        let a = &mut self.asm;
+        a.store8(gs(RFLAGS + 1), 2);
+        let enabled = a.jmp();
+        let here = a.here();
+        a.patch(disabled, here);
+        a.store8(gs(RFLAGS + 1), 0);
+        let here = a.here();
+        a.patch(enabled, here);
     }
 
     pub(super) fn sti(&mut self, d: &Decoded) {

@@ -271,6 +271,11 @@ const FLAGS: &[Case] = &[
         a.idiv(dword_ptr(rsi))?;
         a.jmp(0x40_0200)
     }),
+    case("divisions of small operands", USER, |a| {
+        a.div(ch)?;
+        a.idiv(word_ptr(rsi))?;
+        a.jmp(0x40_0200)
+    }),
 ];
 
 const BRANCHES: &[Case] = &[
@@ -365,6 +370,10 @@ const SYSTEM: &[Case] = &[
     }),
     case("pushf, popf", KERNEL, |a| {
         a.pushfq()?;
+        a.popfq()?;
+        a.jmp(0x40_0200)
+    }),
+    case("a user's popf", USER, |a| {
         a.popfq()?;
         a.jmp(0x40_0200)
     }),

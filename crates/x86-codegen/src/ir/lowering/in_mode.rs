@@ -27,6 +27,10 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
             };
         }
     }
+    // Without segments it is not virtual-8086 mode, the only one in which these two may fault.
+    if matches!(kind, Lowering::Pushf | Lowering::Popf) && !mode.has(Mode::SEGMENTED) {
+        needs = needs.without(Mode::KERNEL);
+    }
     // LOCK is allowed with a memory destination only (#UD otherwise).
     if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
         return Lowering::Interpret;

@@ -75,9 +75,9 @@ pub enum Lowering {
     Rdtsc,
     /// RDPMC.
     Rdpmc,
-    /// PUSHF at CPL 0 with IOPL, NT and DF clear.
+    /// PUSHF in code without segments, and at CPL 0 with IOPL, NT and DF clear.
     Pushf,
-    /// POPF at CPL 0 that changes at most IF and arithmetic flags.
+    /// POPF in the same code that changes at most arithmetic flags, and IF at CPL 0.
     Popf,
     /// MOV from a control register.
     FromControl,
@@ -238,8 +238,8 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
             Lowering::Pop
         }
         M::Leave if matches!(code, Code::Leaveq | Code::Leaved) => Lowering::Leave,
-        M::Div if matches!(code, Code::Div_rm32 | Code::Div_rm64) => Lowering::Div,
-        M::Idiv if matches!(code, Code::Idiv_rm32 | Code::Idiv_rm64) => Lowering::Idiv,
+        M::Div => Lowering::Div,
+        M::Idiv => Lowering::Idiv,
         M::Jmp
             if matches!(
                 code,
