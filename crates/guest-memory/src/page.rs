@@ -274,6 +274,31 @@ impl HostPage {
         true
     }
 
+    /// As [`Self::copy_elements`], downwards: the offsets are those of the highest elements, which are copied first.
+    pub fn copy_elements_down(
+        self,
+        offset: u64,
+        from: Self,
+        from_offset: u64,
+        count: u64,
+        unit: u64,
+    ) -> bool {
+        let Some(len) = elements_len(count, unit) else {
+            return false;
+        };
+        let fits = |at: u64| at <= PAGE_SIZE - unit && at + unit >= len;
+        if !fits(offset) || !fits(from_offset) {
+            return false;
+        }
+        let (to, from) = (
+            self.0.wrapping_add(offset as usize),
+            from.0.wrapping_add(from_offset as usize),
+        );
+        // SAFETY: both ranges are in their pages; overlap is what REP MOVS defines.
+        unsafe { rep_movs_down(to, from, count as usize, unit) };
+        true
+    }
+
     /// Fills `count` elements of `unit` (1, 2, 4 or 8) bytes with the low bytes
     /// of `value`. False (and nothing written) if the range leaves the page.
     pub fn fill_elements(self, offset: u64, value: u64, count: u64, unit: u64) -> bool {
@@ -447,6 +472,28 @@ unsafe fn rep_movs(to: *mut u8, from: *const u8, count: usize, unit: u64) {
             }
             _ => {
                 asm!("rep movsq", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack, preserves_flags));
+            }
+        }
+    }
+}
+
+/// # Safety
+/// Both sides are valid for `count * unit` bytes.
+unsafe fn rep_movs_down(to: *mut u8, from: *const u8, count: usize, unit: u64) {
+    // SAFETY: the caller's; the direction flag is clear by the ABI, and afterwards.
+    unsafe {
+        match unit {
+            1 => {
+                asm!("std", "rep movsb", "cld", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack));
+            }
+            2 => {
+                asm!("std", "rep movsw", "cld", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack));
+            }
+            4 => {
+                asm!("std", "rep movsd", "cld", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack));
+            }
+            _ => {
+                asm!("std", "rep movsq", "cld", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack));
             }
         }
     }

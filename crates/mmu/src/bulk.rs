@@ -55,6 +55,33 @@ impl Mmu {
         }
     }
 
+    /// As [`Self::bulk_copy`], in descending order from the elements at `dst` and `src` on, not beyond the beginning of
+    /// either page.
+    pub fn bulk_copy_down(
+        &mut self,
+        cpu: &mut CpuState,
+        dst: u64,
+        src: u64,
+        len: u64,
+        unit: u64,
+    ) -> u64 {
+        let room = (dst % PAGE_SIZE).min(src % PAGE_SIZE) + unit;
+        let Some(count) = len.min(room).checked_div(unit).filter(|n| *n != 0) else {
+            return 0;
+        };
+        let Some(from) = self.plain_page(cpu, src, Access::Read) else {
+            return 0;
+        };
+        let Some(to) = self.plain_page(cpu, dst, Access::Write) else {
+            return 0;
+        };
+        if to.copy_elements_down(dst % PAGE_SIZE, from, src % PAGE_SIZE, count, unit) {
+            count * unit
+        } else {
+            0
+        }
+    }
+
     /// Fills up to `len` bytes with the low `unit` bytes of `value`, not beyond the page's end; otherwise like
     /// [`Self::bulk_copy`].
     pub fn bulk_fill(

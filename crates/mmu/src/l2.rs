@@ -167,13 +167,28 @@ impl L2 {
                 *e = Entry::default();
             }
         }
-        // Entries of large pages are few, so all are searched where the filter says that one may be there.
-        if let Some(shift) = self.regions.region_shift(gva) {
-            for e in self.large.sets.iter_mut().flatten() {
-                if e.key != 0 && ((e.key - 1) << 21) >> shift == gva >> shift {
-                    *e = Entry::default();
+        match self.regions.region_shift(gva) {
+            // Each piece of a large page has an entry of its own.
+            Some(shift) if shift < 30 => {
+                for piece in 0..1 << (shift - self.large.shift) {
+                    let gva = gva >> shift << shift | piece << self.large.shift;
+                    let key = (gva >> self.large.shift) + 1;
+                    let i = self.large.set(gva);
+                    for e in self.large.sets.get_mut(i).into_iter().flatten() {
+                        if e.key == key {
+                            *e = Entry::default();
+                        }
+                    }
                 }
             }
+            Some(shift) => {
+                for e in self.large.sets.iter_mut().flatten() {
+                    if e.key != 0 && ((e.key - 1) << self.large.shift) >> shift == gva >> shift {
+                        *e = Entry::default();
+                    }
+                }
+            }
+            None => {}
         }
     }
 

@@ -207,6 +207,18 @@ pub trait GuestBus {
     ) -> u64 {
         0
     }
+    /// As [`Self::bulk_copy`], in descending order from the elements at `dst` and `src` on: the fast path of descending
+    /// `rep movs`.
+    fn bulk_copy_down(
+        &mut self,
+        _cpu: &mut CpuState,
+        _dst: u64,
+        _src: u64,
+        _len: u64,
+        _unit: u64,
+    ) -> u64 {
+        0
+    }
     /// Fills memory with the low `unit` bytes of `value`: the fast path of ascending `rep stos`, with the rules of
     /// [`Self::bulk_copy`].
     fn bulk_fill(

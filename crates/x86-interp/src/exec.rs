@@ -450,9 +450,18 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     pub(crate) fn is_stepped(&self) -> bool {
         self.watch || self.cpu.rflags & rflags::TF != 0
     }
-    /// True if offsets in the segment are linear addresses without a limit check.
-    pub(crate) fn is_flat(&self, seg: u8) -> bool {
-        self.flat >> (seg & 7) & 1 != 0
+    /// True if the segment has no offsets but those up to its limit.
+    pub(crate) fn is_expand_up(&self, seg: u8) -> bool {
+        let attr = self.cpu.seg[usize::from(seg).min(5)].attr;
+        self.cpu.is_64bit() || attr.is_code() || !attr.is_conforming_or_expand_down()
+    }
+    /// The segment's largest offset.
+    pub(crate) fn limit(&self, seg: u8) -> u64 {
+        if self.cpu.is_64bit() {
+            u64::MAX
+        } else {
+            self.cpu.seg[usize::from(seg).min(5)].limit.into()
+        }
     }
     /// Returns the DR6 bits of the instruction breakpoints at a linear address (SDM vol. 3, 18.2.4).
     pub(crate) fn code_breakpoints(&self, gva: u64) -> u64 {

@@ -175,6 +175,27 @@ impl<B: GuestBus> Interp<B> {
         }
         finish(result)
     }
+    /// As [`Self::execute`], where nothing is known that would need steps. Returns `None` if the instruction is complete,
+    /// without an exception.
+    pub fn execute_whole(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        insn: &Insn<B>,
+    ) -> Option<RunStop> {
+        let rip = cpu.rip();
+        let mut ex = Exec::new(cpu, bus, &mut self.native);
+        ex.refresh();
+        let result = run_insn(&mut ex, insn);
+        let is_whole = result.is_ok();
+        let result = result.or_else(|stop| handle(&mut ex, stop));
+        ex.sync_flags();
+        if result == Err(Stop::Exit) {
+            self.remainder = ex.remainder;
+        }
+        // A repeated instruction may have stopped for a poll.
+        (!is_whole || cpu.rip() == rip).then(|| finish(result))
+    }
     /// Delivers an exception of the instruction at RIP, unless the VMM wants it.
     pub fn raise(&mut self, cpu: &mut CpuState, bus: &mut B, exception: Exception) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);

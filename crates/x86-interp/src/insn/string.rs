@@ -83,7 +83,7 @@ fn string<B: GuestBus, T: Int, O: Body>(ex: &mut Exec<'_, B>, insn: &Insn<B>) ->
         if count == 0 {
             return Ok(Flow::Next);
         }
-        let bulk = if ex.may_bulk() && ex.cpu.rflags & rflags::DF == 0 {
+        let bulk = if ex.may_bulk() {
             O::bulk::<B, T>(ex, insn, count)
         } else {
             0
@@ -108,8 +108,12 @@ fn string<B: GuestBus, T: Int, O: Body>(ex: &mut Exec<'_, B>, insn: &Insn<B>) ->
     }
 }
 
-/// Returns the bytes at `offset` that a bulk operation may access before the end of the segment and of the address
-/// size, or 0.
+fn is_down<B: GuestBus>(ex: &Exec<'_, B>) -> bool {
+    ex.cpu.rflags & rflags::DF != 0
+}
+
+/// Returns the number of bytes, in whole elements, that a bulk operation may access from the element at `offset` on,
+/// before the end of the segment and of the address size, or down to offset 0.
 fn extent<B: GuestBus, T: Int>(
     ex: &Exec<'_, B>,
     insn: &Insn<B>,
@@ -118,12 +122,15 @@ fn extent<B: GuestBus, T: Int>(
     count: u64,
 ) -> u64 {
     let size = T::SIZE as u64;
-    let wanted = count.min(POLL_BYTES / size) * size;
-    let room = mask(insn) - offset;
-    if wanted > room || !ex.is_flat(seg) {
-        return 0;
-    }
-    wanted
+    let room = if !ex.is_expand_up(seg) {
+        0
+    } else if is_down(ex) {
+        offset.saturating_add(size)
+    } else {
+        let end = mask(insn).min(ex.limit(seg));
+        end.saturating_sub(offset).saturating_add(1)
+    };
+    count.min(POLL_BYTES / size).min(room / size) * size
 }
 
 struct Movs;
@@ -156,11 +163,16 @@ impl Body for Movs {
         if len == 0 || ex.watches_page_of(src) || ex.watches_page_of(dst) {
             return 0;
         }
-        let done = ex.bus.bulk_copy(ex.cpu, dst, src, len, size);
+        let done = if is_down(ex) {
+            ex.bus.bulk_copy_down(ex.cpu, dst, src, len, size)
+        } else {
+            ex.bus.bulk_copy(ex.cpu, dst, src, len, size)
+        };
         // An advance by zero would still clear the upper halves of ESI and EDI.
         if done != 0 {
-            advance(ex, insn, reg::RSI, done);
-            advance(ex, insn, reg::RDI, done);
+            let by = delta::<B, T>(ex).wrapping_mul(done / size);
+            advance(ex, insn, reg::RSI, by);
+            advance(ex, insn, reg::RDI, by);
         }
         done / size
     }
@@ -191,12 +203,36 @@ impl Body for Stos {
             return 0;
         }
         let value = ex.reg_read::<T>(RAX).to_u64();
-        let done = ex.bus.bulk_fill(ex.cpu, dst, value, len, size);
+        let done = if is_down(ex) {
+            fill_down(ex, dst, value, len, size)
+        } else {
+            ex.bus.bulk_fill(ex.cpu, dst, value, len, size)
+        };
         if done != 0 {
-            advance(ex, insn, reg::RDI, done);
+            let by = delta::<B, T>(ex).wrapping_mul(done / size);
+            advance(ex, insn, reg::RDI, by);
         }
         done / size
     }
+}
+
+/// Fills the elements from that at `dst` down, in its page; returns the number of bytes filled.
+fn fill_down<B: GuestBus>(
+    ex: &mut Exec<'_, B>,
+    dst: u64,
+    value: u64,
+    len: u64,
+    size: u64,
+) -> u64 {
+    let offset = dst & 0xfff;
+    // Elements that cross into the next page are written one by one.
+    if offset + size > 0x1000 {
+        return 0;
+    }
+    let len = len.min((offset / size + 1) * size);
+    let lowest = dst + size - len;
+    // All of them or none, as a fault would come at the highest.
+    ex.bus.bulk_fill(ex.cpu, lowest, value, len, size)
 }
 
 struct Lods;

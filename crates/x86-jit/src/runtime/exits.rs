@@ -14,6 +14,7 @@ use crate::{
     runtime::Context,
     runtime::breakpoints::is_enabled,
     runtime::counting::{LEAST_EXECUTED, settle},
+    runtime::quiet::Change,
     runtime::requests::tell_view,
     runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
 };
@@ -115,7 +116,12 @@ fn answer<B: JitBus>(
                         code => return code,
                     },
                     Some(stop) => stop,
-                    None => jit.interpret(interp, cpu, bus, argument as usize),
+                    None => match jit.interpret_quiet(interp, cpu, bus, argument as usize) {
+                        Quiet::Completed(0) => RunStop::Poll,
+                        Quiet::Completed(code) => return code,
+                        Quiet::Stopped(stop) => stop,
+                        Quiet::Other => jit.interpret(interp, cpu, bus, argument as usize),
+                    },
                 },
             }
         }
@@ -173,6 +179,16 @@ fn answer<B: JitBus>(
     code
 }
 
+/// What [`Jit::interpret_quiet`] has done.
+enum Quiet {
+    /// Nothing: the instruction may change anything.
+    Other,
+    /// The instruction is complete; the host address at which to go on, or 0 if that is to be looked up.
+    Completed(u64),
+    /// As [`Jit::interpret`].
+    Stopped(RunStop),
+}
+
 impl<B: JitBus> Jit<B> {
     /// Makes the one access of the instruction at RIP, if the instruction does nothing else. `site` is its number, or
     /// 0, and `operand` the linear address of its memory operand, if that is known.
@@ -213,6 +229,55 @@ impl<B: JitBus> Jit<B> {
             }
             _ => 0,
         }
+    }
+
+    /// Has the interpreter execute the instruction at RIP, if that changes nothing that translated code depends on.
+    fn interpret_quiet(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        site: usize,
+    ) -> Quiet {
+        let known = match self.session.interpreted.get(site.wrapping_sub(1)) {
+            Some(site) => Some((&site.insn, site.change, site.cause)),
+            None => {
+                let known = self.session.given_up.known(cpu, bus);
+                known.map(|(insn, change)| (insn, change, Cause::Slow))
+            }
+        };
+        let Some((insn, change, cause)) =
+            known.filter(|known| known.1.is_quiet(cpu) && !is_enabled(cpu))
+        else {
+            return Quiet::Other;
+        };
+        self.stats.interpreted += 1;
+        self.stats.causes[cause as usize] += 1;
+        let mapping = (bus.mmu().views_made(), bus.mmu().slots_generation());
+        let rip = cpu.rip();
+        let stop = interp.execute_whole(cpu, bus, insn);
+        // See `Self::interpret`.
+        if cpu.rip() == rip {
+            countdown::charge_all(&mut cpu.engine);
+        } else {
+            countdown::charge_interpreted(&mut cpu.engine);
+        }
+        if let Some(stop) = stop {
+            return Quiet::Stopped(stop);
+        }
+        cpu.engine.flags = pack(cpu.rflags);
+        let mut is_same = cpu.shadow == Shadow::None;
+        if change == Change::Mode {
+            is_same &= is_translatable(cpu);
+            self.update_mode(cpu, bus);
+        }
+        let is_same = is_same
+            && (bus.mmu().views_made(), bus.mmu().slots_generation()) == mapping;
+        Quiet::Completed(if is_same {
+            self.after_transfer(interp, cpu, bus)
+        } else {
+            0
+        })
     }
 
     /// Has the interpreter execute the instruction at RIP; `site` is its number, or 0.

@@ -4,7 +4,7 @@
 use x86_cpu::{CodePage, CpuState};
 use x86_interp::{Insn, Interp, Transfer};
 
-use crate::JitBus;
+use crate::{JitBus, runtime::quiet::Change};
 use x86_codegen::{
     ir::mode::Mode,
     ir::segment::{code_at, has_pages},
@@ -28,6 +28,8 @@ struct Entry<B> {
     insn: Option<Insn<B>>,
     /// The instruction as a transfer, if it is one.
     transfer: Option<Transfer>,
+    /// What the instruction may change of what translated code depends on.
+    change: Change,
 }
 
 /// A direct-mapped table of instructions.
@@ -55,6 +57,17 @@ impl<B: JitBus> GivenUp<B> {
         entry.transfer.as_ref().filter(|_| is_same)
     }
 
+    /// Returns the instruction at RIP and what it may change, if it was found before under the same key and with the
+    /// same code.
+    #[inline]
+    pub(crate) fn known(&self, cpu: &CpuState, bus: &B) -> Option<(&Insn<B>, Change)> {
+        let entry = self.0.get(place(cpu.rip()))?;
+        let now = (cpu.rip(), cpu.engine.key, bus.code_changes());
+        let is_same = (entry.rip, entry.key, entry.changes) == now;
+        let insn = entry.insn.as_ref().filter(|_| is_same)?;
+        Some((insn, entry.change))
+    }
+
     /// Returns the decoded instruction at RIP; `None` when it comes for the first time, or cannot be decoded here.
     pub(crate) fn find(
         &mut self,
@@ -79,6 +92,7 @@ impl<B: JitBus> GivenUp<B> {
                 is_tried: false,
                 insn: None,
                 transfer: None,
+                change: Change::Any,
             });
         }
         let entry = self.0.get_mut(place(rip))?;
@@ -96,6 +110,7 @@ impl<B: JitBus> GivenUp<B> {
                     is_tried: false,
                     insn: None,
                     transfer: None,
+                    change: Change::Any,
                 };
                 return None;
             }
@@ -113,6 +128,7 @@ impl<B: JitBus> GivenUp<B> {
             if bus.code_changes() != entry.changes {
                 entry.insn = None;
             }
+            entry.change = entry.insn.as_ref().map_or(Change::Any, Change::of);
             entry.transfer = entry.insn.as_ref().and_then(Transfer::of);
         }
         entry.insn.as_ref()

@@ -11,6 +11,7 @@ mod given_up;
 mod interrupt_return;
 mod links;
 pub(crate) mod lockstep;
+mod quiet;
 mod record;
 mod requests;
 mod run;
@@ -35,6 +36,7 @@ use crate::{
     runtime::exits::handle,
     runtime::given_up::GivenUp,
     runtime::lockstep::{Lockstep, LockstepStats},
+    runtime::quiet::Change,
     runtime::requests::serve,
     runtime::stats::Stats,
 };
@@ -53,6 +55,8 @@ pub(crate) struct FallbackSite<B> {
     pub(crate) insn: Insn<B>,
     /// The instruction as a transfer, if it is one.
     pub(crate) transfer: Option<Transfer>,
+    /// What it may change of what translated code depends on.
+    pub(crate) change: Change,
     /// Why the instruction is left to the interpreter.
     pub(crate) cause: Cause,
 }

@@ -4,7 +4,7 @@ use x86_cpu::{CodePage, CpuState};
 use x86_interp::{Interp, Transfer};
 
 use crate::code::source::source_of;
-use crate::{Jit, JitBus, code::cache::TranslatedBlock, code::space::REL32, runtime::FallbackSite};
+use crate::{Jit, JitBus, code::cache::TranslatedBlock, code::space::REL32, runtime::FallbackSite, runtime::quiet::Change};
 use x86_codegen::{
     asm::CACHE_LINE,
     codegen::{Entries, How},
@@ -333,6 +333,7 @@ impl<B: JitBus> Jit<B> {
         self.session.interpreted.push(FallbackSite {
             cause: self.builder.forms.of(&d.i).cause,
             transfer: Transfer::of(&insn),
+            change: Change::of(&insn),
             insn,
         });
         self.session.interpreted.len() as u32

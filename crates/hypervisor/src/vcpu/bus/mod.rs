@@ -315,6 +315,16 @@ impl GuestBus for Bus {
     fn bulk_copy(&mut self, cpu: &mut CpuState, dst: u64, src: u64, len: u64, unit: u64) -> u64 {
         self.mmu.bulk_copy(cpu, dst, src, len, unit)
     }
+    fn bulk_copy_down(
+        &mut self,
+        cpu: &mut CpuState,
+        dst: u64,
+        src: u64,
+        len: u64,
+        unit: u64,
+    ) -> u64 {
+        self.mmu.bulk_copy_down(cpu, dst, src, len, unit)
+    }
     fn bulk_fill(&mut self, cpu: &mut CpuState, dst: u64, value: u64, len: u64, unit: u64) -> u64 {
         self.mmu.bulk_fill(cpu, dst, value, len, unit)
     }

@@ -1,0 +1,199 @@
+//! Interpreted instructions after which translated code can go on at once: mode, mapping and view are what they were.
+
+use iced_x86::{Code, Mnemonic};
+use x86_cpu::CpuState;
+use x86_defs::{msr, reg};
+use x86_interp::Insn;
+
+/// What an interpreted instruction may change of that which translated code depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// Anything.
+    Any,
+    /// Nothing: general registers, arithmetic flags, memory, descriptor tables' addresses.
+    Nothing,
+    /// DF, ES, DS, FS or GS, on which the mode depends. Or nothing, but descriptors are read, as the supervisor reads
+    /// them.
+    Mode,
+    /// What WRMSR changes: nothing with some indexes.
+    Msr,
+}
+
+impl Change {
+    /// Returns what the instruction may change.
+    pub(crate) fn of<B>(insn: &Insn<B>) -> Self {
+        use Mnemonic as M;
+        match insn.code.mnemonic() {
+            M::Mov => moved(insn.code),
+            M::Pop => popped(insn.code),
+            M::Std | M::Lds | M::Les | M::Lfs | M::Lgs => Self::Mode,
+            M::Lar | M::Lsl | M::Verr | M::Verw => Self::Mode,
+            M::Wrmsr => Self::Msr,
+            m if changes_data(m) => Self::Nothing,
+            _ => Self::Any,
+        }
+    }
+
+    /// Returns true if nothing but the mode changes when the instruction is executed in this state.
+    #[inline]
+    pub(crate) fn is_quiet(self, cpu: &CpuState) -> bool {
+        match self {
+            Self::Any => false,
+            Self::Nothing | Self::Mode => true,
+            Self::Msr => {
+                // In other modes the bases of FS and GS are part of the mode.
+                cpu.is_64bit()
+                    && matches!(
+                        cpu.gpr[reg::RCX] as u32,
+                        msr::IA32_FS_BASE | msr::IA32_GS_BASE | msr::IA32_KERNEL_GS_BASE | msr::IA32_TSC_DEADLINE
+                    )
+            }
+        }
+    }
+}
+
+/// Returns what MOV changes by its destination.
+const fn moved(code: Code) -> Change {
+    use Code as C;
+    match code {
+        C::Mov_Sreg_rm16 | C::Mov_Sreg_r32m16 | C::Mov_Sreg_r64m16 => Change::Mode,
+        C::Mov_cr_r32 | C::Mov_cr_r64 | C::Mov_dr_r32 | C::Mov_dr_r64 => Change::Any,
+        _ => Change::Nothing,
+    }
+}
+
+/// Returns what POP changes by its destination.
+const fn popped(code: Code) -> Change {
+    use Code as C;
+    match code {
+        C::Popw_ES
+        | C::Popd_ES
+        | C::Popw_SS
+        | C::Popd_SS
+        | C::Popw_DS
+        | C::Popd_DS
+        | C::Popw_FS
+        | C::Popd_FS
+        | C::Popq_FS
+        | C::Popw_GS
+        | C::Popd_GS
+        | C::Popq_GS => Change::Mode,
+        _ => Change::Nothing,
+    }
+}
+
+/// Returns true for instructions that change general registers, arithmetic flags, memory, vector registers or the
+/// addresses of descriptor tables.
+const fn changes_data(m: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        m,
+        M::Aaa
+            | M::Aad
+            | M::Aam
+            | M::Aas
+            | M::Adc
+            | M::Add
+            | M::And
+            | M::Arpl
+            | M::Bound
+            | M::Bsf
+            | M::Bsr
+            | M::Bswap
+            | M::Bt
+            | M::Btc
+            | M::Btr
+            | M::Bts
+            | M::Clflush
+            | M::Clflushopt
+            | M::Clwb
+            | M::Cmp
+            | M::Cmpsb
+            | M::Cmpsd
+            | M::Cmpsq
+            | M::Cmpsw
+            | M::Cmpxchg
+            | M::Daa
+            | M::Das
+            | M::Dec
+            | M::Div
+            | M::Enter
+            | M::Idiv
+            | M::Imul
+            | M::Inc
+            | M::Lahf
+            | M::Lea
+            | M::Leave
+            | M::Lgdt
+            | M::Lidt
+            | M::Lldt
+            | M::Lodsb
+            | M::Lodsd
+            | M::Lodsq
+            | M::Lodsw
+            | M::Maskmovdqu
+            | M::Movsb
+            | M::Movsd
+            | M::Movsq
+            | M::Movsw
+            | M::Mul
+            | M::Neg
+            | M::Not
+            | M::Or
+            | M::Popa
+            | M::Popad
+            | M::Push
+            | M::Pusha
+            | M::Pushad
+            | M::Pushf
+            | M::Pushfd
+            | M::Rcl
+            | M::Rcr
+            | M::Rdmsr
+            | M::Rdpid
+            | M::Rdtsc
+            | M::Rdtscp
+            | M::Rol
+            | M::Ror
+            | M::Salc
+            | M::Sar
+            | M::Sbb
+            | M::Scasb
+            | M::Scasd
+            | M::Scasq
+            | M::Scasw
+            | M::Sgdt
+            | M::Shl
+            | M::Shld
+            | M::Shr
+            | M::Shrd
+            | M::Sidt
+            | M::Sldt
+            | M::Smsw
+            | M::Stosb
+            | M::Stosd
+            | M::Stosq
+            | M::Stosw
+            | M::Str
+            | M::Sub
+            | M::Test
+            | M::Vgatherdpd
+            | M::Vgatherdps
+            | M::Vgatherqpd
+            | M::Vgatherqps
+            | M::Vmaskmovdqu
+            | M::Vmaskmovpd
+            | M::Vmaskmovps
+            | M::Vpgatherdd
+            | M::Vpgatherdq
+            | M::Vpgatherqd
+            | M::Vpgatherqq
+            | M::Vpmaskmovd
+            | M::Vpmaskmovq
+            | M::Xadd
+            | M::Xchg
+            | M::Xgetbv
+            | M::Xlatb
+            | M::Xor
+    )
+}
