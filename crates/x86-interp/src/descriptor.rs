@@ -69,6 +69,10 @@ impl Descriptor {
             selector,
         }
     }
+    /// True if the accessed bit of a code or data segment is set.
+    pub(crate) const fn is_accessed(&self) -> bool {
+        self.lo >> 40 & 1 != 0
+    }
     /// A gate's target selector.
     pub(crate) const fn gate_selector(&self) -> u16 {
         (self.lo >> 16) as u16
@@ -94,7 +98,7 @@ impl Descriptor {
 }
 
 /// Returns the linear address of a descriptor, if all its `len` bytes are within the table.
-fn locate(cpu: &CpuState, selector: u16, len: u32) -> Option<u64> {
+pub(crate) fn locate(cpu: &CpuState, selector: u16, len: u32) -> Option<u64> {
     let (base, limit) = if selector & TI != 0 {
         if cpu.ldtr.attr.is_unusable() {
             return None;
@@ -147,7 +151,7 @@ impl<B: GuestBus> Exec<'_, B> {
 
     /// Sets a code or data descriptor's accessed bit in memory.
     pub(crate) fn set_accessed(&mut self, d: &Descriptor) -> Result<(), Stop> {
-        if d.lo >> 40 & 1 == 0 {
+        if !d.is_accessed() {
             self.bus.rmw::<u8>(
                 self.cpu,
                 d.gva.wrapping_add(5),

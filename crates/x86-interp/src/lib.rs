@@ -21,6 +21,7 @@ mod registers;
 mod remainder;
 mod run;
 mod segment;
+pub mod selectors;
 pub mod smm;
 mod stack;
 #[cfg(test)]

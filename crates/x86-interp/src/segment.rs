@@ -80,6 +80,21 @@ pub(crate) fn contains(seg: &Segment, offset: u64, len: u64) -> bool {
     }
 }
 
+/// Checks a descriptor for ES, DS, FS or GS.
+pub(crate) fn check_data(attr: Attr, selector: u16, cpl: u8) -> Result<(), Exception> {
+    if !attr.is_s() || attr.is_code() && !attr.is_readable_or_writable() {
+        return Err(gp(selector));
+    }
+    let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
+    if !conforming && rpl(selector).max(cpl) > attr.dpl() {
+        return Err(gp(selector));
+    }
+    if !attr.is_present() {
+        return Err(np(selector));
+    }
+    Ok(())
+}
+
 impl<B: GuestBus> Exec<'_, B> {
     /// Checks a selector for ES, SS, DS, FS or GS and returns what the register gets.
     pub(crate) fn data_segment(&mut self, sreg: usize, selector: u16) -> Result<Segment, Stop> {
@@ -96,17 +111,7 @@ impl<B: GuestBus> Exec<'_, B> {
             return Ok(null_segment(selector, 0));
         }
         let d = self.descriptor(selector, vector::GP)?;
-        let attr = d.attr();
-        if !attr.is_s() || attr.is_code() && !attr.is_readable_or_writable() {
-            return Err(gp(selector).into());
-        }
-        let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
-        if !conforming && rpl(selector).max(self.cpu.cpl) > attr.dpl() {
-            return Err(gp(selector).into());
-        }
-        if !attr.is_present() {
-            return Err(np(selector).into());
-        }
+        check_data(d.attr(), selector, self.cpu.cpl)?;
         self.set_accessed(&d)?;
         Ok(d.segment(selector))
     }

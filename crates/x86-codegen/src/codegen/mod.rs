@@ -414,6 +414,7 @@ impl Translator {
             Lowering::Ac
                 | Lowering::ToCr0
                 | Lowering::KeyRights
+                | Lowering::LoadSegment
                 | Lowering::Syscall
                 | Lowering::Sysret
                 | Lowering::InterruptReturn
@@ -454,7 +455,11 @@ impl Translator {
             Lowering::Counted => self.counted(d)?,
             Lowering::Element => self.element(d)?,
             Lowering::ToSegment => self.general_to_segment(d)?,
-            Lowering::PushSegment | Lowering::PopSegment => self.segment_on_stack(d),
+            Lowering::PushSegment | Lowering::PushSelector | Lowering::PopSegment => {
+                self.segment_on_stack(d);
+            }
+            Lowering::LoadSegment => self.load_data_segment(d)?,
+            Lowering::Verify => self.verify(d)?,
             Lowering::Jmp => {
                 let link = self.links.len();
                 self.direct(d.offset, target(&d.i));

@@ -1,12 +1,13 @@
 //! Addresses in segments: the offset is compared with the limit, then the base is added. The interpreter executes what
 //! may be beyond the limit.
 
-use iced_x86::{Instruction, OpKind};
+use iced_x86::{Instruction, Mnemonic, OpKind};
 use x86_defs::{reg, segment::Attr};
 
-use super::{Emit, Translator, Unsupported, has_short_address, memory::Finds};
+use super::{Emit, Flags, Stub, Translator, Unsupported, has_short_address, memory::Finds};
 use crate::{
-    asm::*, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering, ir::mode::Mode,
+    asm::*, frame::requests, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering,
+    ir::mode::Mode,
 };
 
 impl Translator {
@@ -69,19 +70,91 @@ impl Translator {
     /// Translates PUSH of a segment register, and POP of one in real mode.
     pub(super) fn segment_on_stack(&mut self, d: &Decoded) {
         let n = d.i.op0_register().number();
-        let is_push = d.kind == Lowering::PushSegment;
+        let is_push = d.kind != Lowering::PopSegment;
         let disp = if is_push { -self.word() } else { 0 };
         let place = self.stack_slot(d, GUEST_RSP, disp, is_push);
         self.state.cached = None;
         let from = if is_push { selector(n) } else { at(S0, place) };
         self.asm.rm(false, &[0x0f, 0xb7], S1, from); // movzx
         if is_push {
-            self.store_word(at(S0, place), S1);
+            if d.kind == Lowering::PushSelector {
+                self.asm.store16(at(S0, place), S1);
+            } else {
+                self.store_word(at(S0, place), S1);
+            }
             self.state.rsp_moves -= self.word();
         } else {
             self.load_segment(n);
             self.state.rsp_moves += self.word();
         }
+    }
+
+    /// Loads r14 with the selector that is the instruction's first or second operand, or on the stack.
+    fn load_selector(&mut self, d: &Decoded, operand: u32) -> Emit {
+        self.flags_in_memory();
+        if d.i.op_kind(operand) == OpKind::Memory {
+            let operand = self.operand(d, 2, false, false, Finds::Address)?;
+            self.asm.rm(false, &[0x0f, 0xb7], S0, operand); // movzx
+        } else {
+            let n = d.i.op_register(operand).full_register().number() as u8;
+            match host_reg(n) {
+                Some(r) => self.asm.rr(false, &[0x0f, 0xb7], S0, r),
+                None => self.asm.rm(false, &[0x0f, 0xb7], S0, gpr_slot(n)),
+            }
+        }
+        self.state.cached = None;
+        Ok(())
+    }
+
+    /// Translates MOV to ES, DS, FS or GS, and POP of them, in protected mode.
+    pub(super) fn load_data_segment(&mut self, d: &Decoded) -> Emit {
+        let pops = d.i.op_count() == 1;
+        if pops {
+            self.flags_in_memory();
+            let place = self.stack_slot(d, GUEST_RSP, 0, false);
+            self.asm.rm(false, &[0x0f, 0xb7], S0, at(S0, place)); // movzx
+            self.state.cached = None;
+        } else {
+            self.load_selector(d, 1)?;
+        }
+        let n = d.i.op0_register().number();
+        let a = &mut self.asm;
+        a.mov_imm(S1, requests::segment(d.offset, n).into());
+        a.call_to(self.trampolines.switch);
+        if pops {
+            self.move_stack(self.word());
+        }
+        let a = &mut self.asm;
+        // cmovne rsp, gs:[STACK]
+        a.alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
+        a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
+        let is_same = a.jcc(cc::E);
+        self.go_on_behind(d);
+        let here = self.asm.here();
+        self.asm.patch(is_same, here);
+        Ok(())
+    }
+
+    /// Translates VERR and VERW.
+    pub(super) fn verify(&mut self, d: &Decoded) -> Emit {
+        self.load_selector(d, 0)?;
+        let n = match d.i.mnemonic() {
+            Mnemonic::Verw => requests::VERW,
+            _ => requests::VERR,
+        };
+        let a = &mut self.asm;
+        a.mov_imm(S1, requests::segment(d.offset, n).into());
+        a.call_to(self.trampolines.call);
+        a.rr(true, &[0x85], S0, S0); // test
+        let from = a.jcc(cc::S);
+        a.load32(S1, SHORT_FLAGS);
+        a.alu_imm(false, Alu::And, S1, !(requests::ZERO_FLAG as i32));
+        a.alu_rr(false, Alu::Or, S1, S0);
+        a.store32(SHORT_FLAGS, S1);
+        self.state.flags = Flags::Memory;
+        let offset = d.offset;
+        self.stubs.push(Stub::Call { from, offset });
+        Ok(())
     }
 
     /// Loads segment register `n` with the selector in r13 as real mode does: the limit stays, and the size. Changes

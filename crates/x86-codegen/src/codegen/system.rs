@@ -344,7 +344,7 @@ impl Translator {
     }
 
     /// Branches to the next instruction through the target table, because mapping or mode may have changed.
-    fn go_on_behind(&mut self, d: &Decoded) {
+    pub(super) fn go_on_behind(&mut self, d: &Decoded) {
         let a = &mut self.asm;
         a.load(S0, SHORT_PAGE);
         let next = d.offset as i32 + d.i.len() as i32;

@@ -64,5 +64,28 @@ pub const SYSRET: u32 = 1 << 24;
 /// instruction.
 pub const RDPMC: u32 = 1 << 30;
 
+/// The segment register whose number is in [`segment_of`] is to get the selector in r14; or with the numbers [`VERR`]
+/// and [`VERW`], the selector is to be verified. The answer to a load is [`SAME_KEY`] or [`OTHER_KEY`]; that to the
+/// others is 0 or [`ZERO_FLAG`], or has bit 63 set if the interpreter has to execute the instruction.
+pub const SEGMENT: u32 = 1 << 31;
+/// The answer to a load of a segment register after which the next instruction belongs to another mode.
+pub const OTHER_KEY: u64 = 2;
+/// The number that stands for VERR.
+pub const VERR: usize = 6;
+/// The number that stands for VERW.
+pub const VERW: usize = 7;
+/// ZF where translated code has flags in memory.
+pub const ZERO_FLAG: u64 = 1 << 14;
+
+/// Describes an instruction with a selector.
+pub(crate) const fn segment(offset: u32, n: usize) -> u32 {
+    SEGMENT | offset & 0xfff | (n as u32) << 12
+}
+
+/// Returns the number that [`segment`] was given.
+pub const fn segment_of(site: u32) -> usize {
+    (site >> 12 & 7) as usize
+}
+
 /// IRETQ: r14 is RSP, which is in memory afterwards; the answer is the target.
 pub const IRETQ: u32 = 1 << 27;

@@ -142,6 +142,8 @@ impl Decoded {
             | Lowering::ToCr3
             | Lowering::Clts
             | Lowering::InterruptReturn
+            | Lowering::LoadSegment
+            | Lowering::Verify
             | Lowering::Pushf => (ALL as u16, 0),
             Lowering::Popf => (0, ALL as u16),
             Lowering::Nop | Lowering::Followed => (0, 0),

@@ -217,13 +217,7 @@ impl Body for Stos {
 }
 
 /// Fills the elements from that at `dst` down, in its page; returns the number of bytes filled.
-fn fill_down<B: GuestBus>(
-    ex: &mut Exec<'_, B>,
-    dst: u64,
-    value: u64,
-    len: u64,
-    size: u64,
-) -> u64 {
+fn fill_down<B: GuestBus>(ex: &mut Exec<'_, B>, dst: u64, value: u64, len: u64, size: u64) -> u64 {
     let offset = dst & 0xfff;
     // Elements that cross into the next page are written one by one.
     if offset + size > 0x1000 {

@@ -271,8 +271,7 @@ impl<B: JitBus> Jit<B> {
             is_same &= is_translatable(cpu);
             self.update_mode(cpu, bus);
         }
-        let is_same = is_same
-            && (bus.mmu().views_made(), bus.mmu().slots_generation()) == mapping;
+        let is_same = is_same && (bus.mmu().views_made(), bus.mmu().slots_generation()) == mapping;
         Quiet::Completed(if is_same {
             self.after_transfer(interp, cpu, bus)
         } else {

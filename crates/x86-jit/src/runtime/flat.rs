@@ -87,7 +87,7 @@ fn is_plain(s: &Segment) -> bool {
 }
 
 /// Returns true for such a segment of 4 GiB.
-fn is_whole(s: &Segment) -> bool {
+pub(crate) fn is_whole(s: &Segment) -> bool {
     is_plain(s) && s.limit == u32::MAX
 }
 

@@ -16,6 +16,7 @@ mod record;
 mod requests;
 mod run;
 mod sampling;
+mod segments;
 mod state;
 pub(crate) mod stats;
 mod switches;

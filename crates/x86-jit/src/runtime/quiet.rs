@@ -45,7 +45,10 @@ impl Change {
                 cpu.is_64bit()
                     && matches!(
                         cpu.gpr[reg::RCX] as u32,
-                        msr::IA32_FS_BASE | msr::IA32_GS_BASE | msr::IA32_KERNEL_GS_BASE | msr::IA32_TSC_DEADLINE
+                        msr::IA32_FS_BASE
+                            | msr::IA32_GS_BASE
+                            | msr::IA32_KERNEL_GS_BASE
+                            | msr::IA32_TSC_DEADLINE
                     )
             }
         }

@@ -12,7 +12,7 @@ use crate::{
     runtime::lockstep::log_of,
     runtime::state::target_key,
     runtime::{Context, Jit},
-    runtime::{counting, interrupt_return, system_call},
+    runtime::{counting, interrupt_return, segments, system_call},
 };
 use x86_codegen::frame::requests;
 
@@ -137,6 +137,9 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
             jit.follow_level(cpu);
         }
         return target;
+    }
+    if site & requests::SEGMENT != 0 {
+        return segments::serve(jit, cpu, bus, gva as u16, requests::segment_of(site));
     }
     let size = u64::from(site >> 12 & 0xff);
     let (access, half) = if requests::writes(site) {

@@ -4,7 +4,10 @@ use x86_cpu::{CodePage, CpuState};
 use x86_interp::{Interp, Transfer};
 
 use crate::code::source::source_of;
-use crate::{Jit, JitBus, code::cache::TranslatedBlock, code::space::REL32, runtime::FallbackSite, runtime::quiet::Change};
+use crate::{
+    Jit, JitBus, code::cache::TranslatedBlock, code::space::REL32, runtime::FallbackSite,
+    runtime::quiet::Change,
+};
 use x86_codegen::{
     asm::CACHE_LINE,
     codegen::{Entries, How},

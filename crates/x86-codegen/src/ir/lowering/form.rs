@@ -5,7 +5,7 @@ use iced_x86::{
     Code, ConditionCode, EncodingKind, Instruction, InstructionInfoFactory, InstructionInfoOptions,
     MandatoryPrefix, Mnemonic, OpAccess, OpCodeOperandKind as K, OpKind, Register,
 };
-use x86_cpu::Features;
+use x86_cpu::{Feature, Features};
 use x86_interp::gating;
 use x86_native::HostFeatures;
 
@@ -252,7 +252,11 @@ fn classify(
         letters.next() == Some('r') && letters.next().is_some_and(|c| c.is_ascii_digit())
             || matches!(name, "al" | "cl" | "ax" | "dx" | "eax" | "rax")
     };
-    let kind = form(i, host);
+    let kind = match form(i, host) {
+        Lowering::PushSegment if op.mode64() || features.has(Feature::Amd) => Lowering::PushSegment,
+        Lowering::PushSegment => Lowering::PushSelector,
+        kind => kind,
+    };
     let vex = i.code().encoding() == EncodingKind::VEX;
     let mut form = Form {
         kind,

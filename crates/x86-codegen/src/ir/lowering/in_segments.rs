@@ -32,6 +32,10 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
         _ => match kind {
             Lowering::String => Lowering::Element,
             Lowering::StoreTable
+            | Lowering::LoadSegment
+            | Lowering::PushSegment
+            | Lowering::PushSelector
+            | Lowering::Verify
             | Lowering::KeyRights
             | Lowering::Ac
             | Lowering::ToCr0

@@ -61,6 +61,12 @@ pub enum Lowering {
     PopSegment,
     /// PUSH of a segment register.
     PushSegment,
+    /// As [`Lowering::PushSegment`], in 32-bit code of Intel's processors, which write the selector only.
+    PushSelector,
+    /// MOV to ES, DS, FS or GS, and POP of them, in code without segments.
+    LoadSegment,
+    /// VERR and VERW in code without segments.
+    Verify,
     /// LDMXCSR and FLDCW, if they unmask no exception.
     LoadFpControl,
     /// RDFSBASE, RDGSBASE, WRFSBASE and WRGSBASE.
@@ -175,6 +181,9 @@ pub(crate) fn of(kind: Lowering, i: &Instruction, long: bool) -> Lowering {
         {
             Lowering::Interpret
         }
+        Lowering::LoadSegment if matches!(i.op0_register(), Register::CS | Register::SS) => {
+            Lowering::Interpret
+        }
         Lowering::ToCr0 if i.op0_register() == Register::CR3 && long => Lowering::ToCr3,
         Lowering::ToCr0 if i.op0_register() != Register::CR0 => Lowering::Interpret,
         Lowering::Copy | Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::Pop
@@ -194,7 +203,7 @@ fn is_checked<I: Iterator<Item = String>>(
     mut names: impl FnMut() -> I,
 ) -> bool {
     match kind {
-        Lowering::String | Lowering::FromControl | Lowering::ToCr0 => true,
+        Lowering::String | Lowering::FromControl | Lowering::ToCr0 | Lowering::LoadSegment => true,
         Lowering::Pop => i.code() != Code::Pop_r64,
         Lowering::Copy | Lowering::CopyFp | Lowering::CopyFpAligned => {
             let plain = |name: String| {
@@ -263,6 +272,9 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         {
             Lowering::FromSegment
         }
+        _ if loads_segment(code) => Lowering::LoadSegment,
+        M::Push if pushes_segment(code) => Lowering::PushSegment,
+        M::Verr | M::Verw => Lowering::Verify,
         M::Mov if matches!(code, Code::Mov_r64_cr | Code::Mov_r32_cr) => Lowering::FromControl,
         M::Mov if matches!(code, Code::Mov_cr_r64 | Code::Mov_cr_r32) => Lowering::ToCr0,
         M::Clts => Lowering::Clts,
@@ -348,6 +360,37 @@ fn pushes_word(code: Code) -> bool {
             | Code::Push_rm32
             | Code::Pushd_imm8
             | Code::Pushd_imm32
+    )
+}
+
+/// Returns true for MOV to a segment register, and POP of one that moves RSP by the mode's full size.
+fn loads_segment(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Mov_Sreg_rm16
+            | Code::Mov_Sreg_r32m16
+            | Code::Mov_Sreg_r64m16
+            | Code::Popd_ES
+            | Code::Popd_DS
+            | Code::Popd_FS
+            | Code::Popd_GS
+            | Code::Popq_FS
+            | Code::Popq_GS
+    )
+}
+
+/// Returns true for PUSH of a segment register that moves RSP by the mode's full size.
+fn pushes_segment(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Pushd_ES
+            | Code::Pushd_CS
+            | Code::Pushd_SS
+            | Code::Pushd_DS
+            | Code::Pushd_FS
+            | Code::Pushd_GS
+            | Code::Pushq_FS
+            | Code::Pushq_GS
     )
 }
 

@@ -1,0 +1,58 @@
+//! Loads of segment registers, VERR and VERW in code without segments, without leaving translated code (SDM vol. 2).
+//! What raises an exception, or has to be looked at in another way, is left to the interpreter with nothing changed.
+
+use x86_cpu::{CpuState, Privilege};
+use x86_defs::reg;
+use x86_interp::selectors;
+
+use crate::{
+    Jit, JitBus,
+    runtime::{breakpoints::is_enabled, flat::is_whole, state::is_translatable},
+};
+use x86_codegen::frame::requests;
+
+/// The answer that leaves VERR and VERW to the interpreter.
+const NOT_VERIFIED: u64 = 1 << 63;
+
+/// Answers [`requests::SEGMENT`].
+pub(crate) fn serve<B: JitBus>(
+    jit: &mut Jit<B>,
+    cpu: &mut CpuState,
+    bus: &mut B,
+    selector: u16,
+    n: usize,
+) -> u64 {
+    // In lock-step, and with data breakpoints, the interpreter makes the access to the descriptor.
+    let is_left = cpu.engine.log() != 0 || is_enabled(cpu);
+    let read = |gva| bus.mmu().read_hit(gva, Privilege::System);
+    if n > reg::GS {
+        let verified = selectors::is_verified(cpu, selector, n == requests::VERW, read);
+        return match verified {
+            _ if is_left => NOT_VERIFIED,
+            Some(true) => requests::ZERO_FLAG,
+            Some(false) => 0,
+            None => NOT_VERIFIED,
+        };
+    }
+    if is_left {
+        return 0;
+    }
+    let Some(segment) = selectors::data_segment(cpu, selector, read) else {
+        return 0;
+    };
+    let before = core::mem::replace(&mut cpu.seg[n], segment);
+    let is_same = match n {
+        _ if cpu.is_64bit() => true,
+        reg::ES | reg::DS => segment.base == 0 && is_whole(&segment),
+        _ => is_whole(&segment) == is_whole(&before),
+    };
+    if is_same {
+        return requests::SAME_KEY;
+    }
+    if !is_translatable(cpu) {
+        cpu.seg[n] = before;
+        return 0;
+    }
+    jit.update_mode(cpu, bus);
+    requests::OTHER_KEY
+}
