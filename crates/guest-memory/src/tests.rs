@@ -143,8 +143,36 @@ fn page_accessors_stay_in_the_page() {
     assert!(!page.copy_elements(0, page, 4090, 1, 8));
     assert!(!page.copy_elements(0, page, 0, u64::MAX, 8));
     assert!(!page.copy_elements(0, page, 0, 1, 3));
+    assert!(!page.copy_elements_down(4090, page, 0, 1, 8));
+    assert!(!page.copy_elements_down(8, page, 4, 2, 8));
+    assert!(!page.copy_elements_down(0, page, 0, u64::MAX, 8));
+    assert!(!page.copy_elements_down(0, page, 0, 1, 3));
     assert!(!page.fill_elements(4090, 0, 1, 8));
     assert!(!page.compare_exchange(2, 4, 0, 0));
+}
+
+/// Copies downwards are those of one element after another, whatever overlaps.
+#[test]
+fn copies_downwards() {
+    let (m, _ram) = with_ram();
+    let page = m.table().host_page(0, 0x1000, true).unwrap();
+    for unit in [1, 2, 4, 8_u64] {
+        for distance in -20..=20_i64 {
+            let (from, count) = (400_u64, 40);
+            let to = from.wrapping_add_signed(distance);
+            let mut expected: Vec<u8> = (0..1024).map(|n| (n * 7 + n / 256) as u8).collect();
+            assert!(page.write_bytes(0, &expected));
+            for n in 0..count {
+                let at = |start: u64| (start - n * unit) as usize;
+                let element = expected[at(from)..at(from) + unit as usize].to_vec();
+                expected[at(to)..at(to) + unit as usize].copy_from_slice(&element);
+            }
+            assert!(page.copy_elements_down(to, page, from, count, unit));
+            let mut bytes = vec![0; expected.len()];
+            assert!(page.read_bytes(0, &mut bytes));
+            assert_eq!(bytes, expected, "{unit} bytes, {distance} away");
+        }
+    }
 }
 
 /// Every size at every misalignment, from two threads at once.
