@@ -29,7 +29,7 @@ impl Change {
             M::Std | M::Lds | M::Les | M::Lfs | M::Lgs => Self::Mode,
             M::Lar | M::Lsl | M::Verr | M::Verw => Self::Mode,
             M::Wrmsr => Self::Msr,
-            m if changes_data(m) => Self::Nothing,
+            m if is_general(m) || is_string(m) || is_masked(m) || is_system(m) => Self::Nothing,
             _ => Self::Any,
         }
     }
@@ -85,9 +85,8 @@ const fn popped(code: Code) -> Change {
     }
 }
 
-/// Returns true for instructions that change general registers, arithmetic flags, memory, vector registers or the
-/// addresses of descriptor tables.
-const fn changes_data(m: Mnemonic) -> bool {
+/// Returns true for instructions that change general registers, arithmetic flags or memory.
+const fn is_general(m: Mnemonic) -> bool {
     use Mnemonic as M;
     matches!(
         m,
@@ -107,14 +106,7 @@ const fn changes_data(m: Mnemonic) -> bool {
             | M::Btc
             | M::Btr
             | M::Bts
-            | M::Clflush
-            | M::Clflushopt
-            | M::Clwb
             | M::Cmp
-            | M::Cmpsb
-            | M::Cmpsd
-            | M::Cmpsq
-            | M::Cmpsw
             | M::Cmpxchg
             | M::Daa
             | M::Das
@@ -127,18 +119,6 @@ const fn changes_data(m: Mnemonic) -> bool {
             | M::Lahf
             | M::Lea
             | M::Leave
-            | M::Lgdt
-            | M::Lidt
-            | M::Lldt
-            | M::Lodsb
-            | M::Lodsd
-            | M::Lodsq
-            | M::Lodsw
-            | M::Maskmovdqu
-            | M::Movsb
-            | M::Movsd
-            | M::Movsq
-            | M::Movsw
             | M::Mul
             | M::Neg
             | M::Not
@@ -152,34 +132,58 @@ const fn changes_data(m: Mnemonic) -> bool {
             | M::Pushfd
             | M::Rcl
             | M::Rcr
-            | M::Rdmsr
-            | M::Rdpid
-            | M::Rdtsc
-            | M::Rdtscp
             | M::Rol
             | M::Ror
             | M::Salc
             | M::Sar
             | M::Sbb
-            | M::Scasb
-            | M::Scasd
-            | M::Scasq
-            | M::Scasw
-            | M::Sgdt
             | M::Shl
             | M::Shld
             | M::Shr
             | M::Shrd
-            | M::Sidt
-            | M::Sldt
-            | M::Smsw
+            | M::Sub
+            | M::Test
+            | M::Xadd
+            | M::Xchg
+            | M::Xlatb
+            | M::Xor
+    )
+}
+
+/// Returns true for string instructions, and the vector instructions that share their names.
+const fn is_string(m: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        m,
+        M::Cmpsb
+            | M::Cmpsd
+            | M::Cmpsq
+            | M::Cmpsw
+            | M::Lodsb
+            | M::Lodsd
+            | M::Lodsq
+            | M::Lodsw
+            | M::Movsb
+            | M::Movsd
+            | M::Movsq
+            | M::Movsw
+            | M::Scasb
+            | M::Scasd
+            | M::Scasq
+            | M::Scasw
             | M::Stosb
             | M::Stosd
             | M::Stosq
             | M::Stosw
-            | M::Str
-            | M::Sub
-            | M::Test
+    )
+}
+
+/// Returns true for vector instructions whose accesses depend on a mask.
+const fn is_masked(m: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        m,
+        M::Maskmovdqu
             | M::Vgatherdpd
             | M::Vgatherdps
             | M::Vgatherqpd
@@ -193,10 +197,29 @@ const fn changes_data(m: Mnemonic) -> bool {
             | M::Vpgatherqq
             | M::Vpmaskmovd
             | M::Vpmaskmovq
-            | M::Xadd
-            | M::Xchg
+    )
+}
+
+/// Returns true for instructions that read the system's state, or change descriptor tables' addresses or the caches.
+const fn is_system(m: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        m,
+        M::Clflush
+            | M::Clflushopt
+            | M::Clwb
+            | M::Lgdt
+            | M::Lidt
+            | M::Lldt
+            | M::Rdmsr
+            | M::Rdpid
+            | M::Rdtsc
+            | M::Rdtscp
+            | M::Sgdt
+            | M::Sidt
+            | M::Sldt
+            | M::Smsw
+            | M::Str
             | M::Xgetbv
-            | M::Xlatb
-            | M::Xor
     )
 }

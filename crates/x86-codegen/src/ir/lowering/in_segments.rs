@@ -124,3 +124,34 @@ pub(crate) fn has_short_address(i: &Instruction) -> bool {
 pub(crate) fn is_short(i: &Instruction) -> bool {
     (0..i.op_count()).any(|n| i.op_kind(n) == OpKind::Memory) && has_short_address(i)
 }
+
+/// Returns true for MOV to a segment register, and POP of one that moves RSP by the mode's full size.
+pub(super) fn loads_segment(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Mov_Sreg_rm16
+            | Code::Mov_Sreg_r32m16
+            | Code::Mov_Sreg_r64m16
+            | Code::Popd_ES
+            | Code::Popd_DS
+            | Code::Popd_FS
+            | Code::Popd_GS
+            | Code::Popq_FS
+            | Code::Popq_GS
+    )
+}
+
+/// Returns true for PUSH of a segment register that moves RSP by the mode's full size.
+pub(super) fn pushes_segment(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Pushd_ES
+            | Code::Pushd_CS
+            | Code::Pushd_SS
+            | Code::Pushd_DS
+            | Code::Pushd_FS
+            | Code::Pushd_GS
+            | Code::Pushq_FS
+            | Code::Pushq_GS
+    )
+}

@@ -272,8 +272,8 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         {
             Lowering::FromSegment
         }
-        _ if loads_segment(code) => Lowering::LoadSegment,
-        M::Push if pushes_segment(code) => Lowering::PushSegment,
+        _ if in_segments::loads_segment(code) => Lowering::LoadSegment,
+        M::Push if in_segments::pushes_segment(code) => Lowering::PushSegment,
         M::Verr | M::Verw => Lowering::Verify,
         M::Mov if matches!(code, Code::Mov_r64_cr | Code::Mov_r32_cr) => Lowering::FromControl,
         M::Mov if matches!(code, Code::Mov_cr_r64 | Code::Mov_cr_r32) => Lowering::ToCr0,
@@ -360,37 +360,6 @@ fn pushes_word(code: Code) -> bool {
             | Code::Push_rm32
             | Code::Pushd_imm8
             | Code::Pushd_imm32
-    )
-}
-
-/// Returns true for MOV to a segment register, and POP of one that moves RSP by the mode's full size.
-fn loads_segment(code: Code) -> bool {
-    matches!(
-        code,
-        Code::Mov_Sreg_rm16
-            | Code::Mov_Sreg_r32m16
-            | Code::Mov_Sreg_r64m16
-            | Code::Popd_ES
-            | Code::Popd_DS
-            | Code::Popd_FS
-            | Code::Popd_GS
-            | Code::Popq_FS
-            | Code::Popq_GS
-    )
-}
-
-/// Returns true for PUSH of a segment register that moves RSP by the mode's full size.
-fn pushes_segment(code: Code) -> bool {
-    matches!(
-        code,
-        Code::Pushd_ES
-            | Code::Pushd_CS
-            | Code::Pushd_SS
-            | Code::Pushd_DS
-            | Code::Pushd_FS
-            | Code::Pushd_GS
-            | Code::Pushq_FS
-            | Code::Pushq_GS
     )
 }
 
