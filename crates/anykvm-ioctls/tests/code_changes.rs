@@ -200,18 +200,26 @@ fn another_vcpu_sees_the_change() {
 }
 
 /// A function that the VMM replaces while it answers an access to a port: as a device that
-/// copies what it was asked for into guest memory, with or without asking for the page again.
+/// copies what it was asked for into guest memory, with or without asking for the page again. A second function, which is
+/// called before and after all the accesses, is replaced early.
 #[test]
 fn what_the_vmm_writes_during_an_exit_is_executed() {
     const FUNCTION: u64 = 0x7000;
+    const RARE: u64 = 0x9000;
+    const EXITS: u32 = 4000;
     let machine = Machine::new();
-    machine.load(FUNCTION, |a| {
-        a.mov(eax, 0)?;
-        a.ret()
-    });
+    for function in [FUNCTION, RARE] {
+        machine.load(function, |a| {
+            a.mov(eax, 0)?;
+            a.ret()
+        });
+    }
     machine.load(CODE, |a| {
         let mut again = a.create_label();
-        a.mov(ecx, 300)?;
+        a.mov(esi, RARE as u32)?;
+        a.call(rsi)?;
+        a.add(ebx, eax)?;
+        a.mov(ecx, EXITS)?;
         a.set_label(&mut again)?;
         a.mov(esi, FUNCTION as u32)?;
         a.call(rsi)?;
@@ -219,6 +227,9 @@ fn what_the_vmm_writes_during_an_exit_is_executed() {
         a.out(0x80, al)?;
         a.dec(ecx)?;
         a.jne(again)?;
+        a.mov(esi, RARE as u32)?;
+        a.call(rsi)?;
+        a.add(ebx, eax)?;
         a.hlt()
     });
     let mut vcpu = machine.vcpu(0, CODE);
@@ -229,14 +240,18 @@ fn what_the_vmm_writes_during_an_exit_is_executed() {
             VcpuExit::Hlt => break,
             other => panic!("{other:?}"),
         }
-        // Not each time, so that the same code is also executed again.
-        if exit % 3 != 0 {
+        if exit == 5 {
+            let at = GuestAddress(RARE + 1);
+            machine.memory.write_obj(EXITS, at).unwrap();
+        }
+        // Not each time, so that the same code is also executed again, and at times for long.
+        if exit % 3 != 0 && exit % 1500 < 200 {
             value += 1;
             let at = GuestAddress(FUNCTION + 1);
             machine.memory.write_obj(value, at).unwrap();
         }
     }
-    assert_eq!(vcpu.get_regs().unwrap().rbx, sum);
+    assert_eq!(vcpu.get_regs().unwrap().rbx, sum + u64::from(EXITS));
 }
 
 /// A thread of the VMM's overwrites a function again and again while the guest executes it: as a

@@ -6,7 +6,13 @@
 //! would have executed, ordering (x86-TSO) included.
 
 use std::{
-    arch::{asm, x86_64::__m128i},
+    arch::{
+        asm,
+        x86_64::{
+            __m128i, __m256i, _mm256_or_si256, _mm256_setzero_si256, _mm256_testz_si256,
+            _mm256_xor_si256,
+        },
+    },
     fmt,
     sync::{Mutex, PoisonError, atomic::Ordering},
 };
@@ -38,6 +44,26 @@ struct Nowhere(core::cell::UnsafeCell<[u8; 4096]>);
 // SAFETY: accessed only through `HostPage`, whose accesses may race.
 unsafe impl Sync for Nowhere {}
 static NOWHERE: Nowhere = Nowhere(core::cell::UnsafeCell::new([0; 4096]));
+
+/// Words of a page, as they were at some time.
+#[derive(Debug)]
+#[repr(align(64))]
+pub struct PageCopy([[u64; 8]; 64]);
+
+impl PageCopy {
+    /// A page of zeroes.
+    pub const ZERO: Self = Self([[0; 8]; 64]);
+
+    /// The 64 bytes from offset `64 * n` (modulo the page's size).
+    pub fn chunk(&self, n: usize) -> [u64; 8] {
+        self.0[n % 64]
+    }
+
+    /// Replaces the 64 bytes from offset `64 * n` (modulo the page's size).
+    pub fn set_chunk(&mut self, n: usize, words: [u64; 8]) {
+        self.0[n % 64] = words;
+    }
+}
 
 macro_rules! cmpxchg {
     ($p:expr, $old:expr, $new:expr, $t:ty, $class:ident, $fmt:literal, $acc:tt) => {{
@@ -94,6 +120,48 @@ impl HostPage {
         // SAFETY: aligned, as pages are, and in the page, which is mapped for as long as its slot
         // exists; racing writes of the guest give some mix of old and new words.
         core::array::from_fn(|i| unsafe { p.add(i).read_volatile() })
+    }
+
+    /// Returns true if each 64 bytes whose bit is set in `chunks` are those of `copy`. While the page is written, some
+    /// mix of old and new bytes is compared.
+    #[inline]
+    pub fn has_chunks(self, chunks: u64, copy: &PageCopy) -> bool {
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the host has AVX2.
+            unsafe { self.has_chunks_avx2(chunks, copy) }
+        } else {
+            self.has_chunks_by_words(chunks, copy)
+        }
+    }
+
+    /// As [`Self::has_chunks`].
+    #[target_feature(enable = "avx2")]
+    fn has_chunks_avx2(self, mut chunks: u64, copy: &PageCopy) -> bool {
+        let mut differences = _mm256_setzero_si256();
+        while chunks != 0 {
+            let offset = chunks.trailing_zeros() as usize * 64;
+            chunks &= chunks - 1;
+            let now = self.0.wrapping_add(offset).cast::<__m256i>();
+            let before = copy.0.as_ptr().wrapping_byte_add(offset).cast::<__m256i>();
+            for half in 0..2 {
+                // SAFETY: aligned and in both pages, as `offset` is below 4,096; see `Self::chunk`.
+                let (now, before) =
+                    unsafe { (now.add(half).read_volatile(), before.add(half).read()) };
+                differences = _mm256_or_si256(differences, _mm256_xor_si256(now, before));
+            }
+        }
+        _mm256_testz_si256(differences, differences) != 0
+    }
+
+    /// As [`Self::has_chunks`].
+    pub(crate) fn has_chunks_by_words(self, mut chunks: u64, copy: &PageCopy) -> bool {
+        let mut is_same = true;
+        while is_same && chunks != 0 {
+            let chunk = chunks.trailing_zeros() as usize % 64;
+            chunks &= chunks - 1;
+            is_same = self.chunk(chunk) == copy.0[chunk];
+        }
+        is_same
     }
 
     /// Writes the low 1, 2, 4, 8 or 16 bytes of `value`; `None` if they are not all in the page.

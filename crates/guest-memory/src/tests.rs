@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use host::Mapping;
 
-use crate::{GuestMemory, Mailbox, MemslotError as E, SlotConfig};
+use crate::{GuestMemory, Mailbox, MemslotError as E, PageCopy, SlotConfig};
 
 const HVA: u64 = 0x7000_0000_0000;
 
@@ -110,6 +110,40 @@ fn accesses_cross_pages_and_slots() {
     assert_eq!(m.read_gpa(0x5ffe, 2), Some(0));
     assert_eq!(m.read_gpa(0x5fff, 2), None);
     assert_eq!(m.write_gpa(0x6000, 1, 0), None);
+}
+
+/// A page and its copy, which differ in one byte or in none: the difference shows in its chunk alone.
+#[test]
+fn chunks_are_compared_with_a_copy() {
+    let (m, _ram) = with_ram();
+    let page = m.table().host_page(0, 0x1000, true).unwrap();
+    let mut copy = Box::new(PageCopy::ZERO);
+    for word in 0..512 {
+        page.store(word * 8, 8, u128::from(word).wrapping_mul(0x1_0001_0001))
+            .unwrap();
+    }
+    for n in 0..64 {
+        copy.set_chunk(n, page.chunk(n));
+    }
+    for chunks in [0, 1, 1 << 63, 0x8000_0001_0000_0102, u64::MAX] {
+        assert!(page.has_chunks(chunks, &copy));
+    }
+    for offset in 0..4096_u64 {
+        let byte = page.load(offset, 1).unwrap();
+        page.store(offset, 1, byte ^ 0x80).unwrap();
+        let chunk = 1 << (offset / 64);
+        for (chunks, is_same) in [
+            (chunk, false),
+            (u64::MAX, false),
+            (chunk | 0x8000_0000_0000_0101, false),
+            (!chunk, true),
+            (0, true),
+        ] {
+            assert_eq!(page.has_chunks(chunks, &copy), is_same, "{offset}");
+            assert_eq!(page.has_chunks_by_words(chunks, &copy), is_same, "{offset}");
+        }
+        page.store(offset, 1, byte).unwrap();
+    }
 }
 
 #[test]

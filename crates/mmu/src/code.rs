@@ -25,6 +25,8 @@ const MAX_SUMS: usize = 1 << 16;
 /// Maximum number of pages that are compared at once. More pages are compared one by one, each when it is executed
 /// next.
 const MAX_EXPOSED: usize = 12;
+/// Number of times that the same pages are compared at once. Then those that are still executed are found out anew.
+const MAX_LOOKS: u32 = 1024;
 /// A bit that is set in each page's identity, so that no identity is 0.
 const IDENTITY: u64 = 1 << 63;
 
@@ -331,6 +333,7 @@ impl Mmu {
         self.renew_families();
         self.verification = self.verification.map(|v| v + 1);
         self.exposed.clear();
+        self.looks = 0;
         self.fetched.iter_mut().for_each(Vec::clear);
         self.global_fetch.epoch = self.next_tick();
         self.other_fetch.epoch = self.next_tick();
@@ -375,7 +378,8 @@ impl Mmu {
     pub(crate) fn look_at_exposed(&mut self) {
         match self.exposed.len() {
             0 => {}
-            1..=MAX_EXPOSED => {
+            1..=MAX_EXPOSED if self.looks < MAX_LOOKS => {
+                self.looks += 1;
                 let mut pages = core::mem::take(&mut self.exposed);
                 self.compare_pages(&mut pages);
                 self.exposed = pages;

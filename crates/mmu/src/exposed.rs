@@ -1,15 +1,11 @@
 //! Pages of code that a device may have written: the fetched bytes are compared at each exit.
 //!
 //! Firmware polls devices in loops, with an exit for each poll, and executes from pages that it can write. Hashing all
-//! fetched bytes would take longer than the exit, so from the second comparison on the page is compared with a copy,
-//! word by word.
+//! fetched bytes would take longer than the exit, so from the second comparison on the page is compared with a copy.
 
-use guest_memory::HostPage;
+use guest_memory::{HostPage, PageCopy};
 
 use crate::sum::sum_of_chunks;
-
-/// Number of chunks in a page.
-const CHUNKS: usize = 64;
 
 /// A page that is compared.
 #[derive(Debug)]
@@ -21,43 +17,25 @@ pub(crate) struct Exposed<E> {
     copy: Option<Copy>,
 }
 
-/// The words of the fetched chunks, as they were when their checksum was that of the fetched bytes.
+/// The fetched chunks, as they were when their checksum was that of the fetched bytes.
 #[derive(Debug)]
 struct Copy {
     chunks: u64,
-    words: Box<[[u64; 8]; CHUNKS]>,
+    words: Box<PageCopy>,
 }
 
 impl Copy {
     fn of(host: HostPage, chunks: u64) -> Self {
-        let mut words = Box::new([[0; 8]; CHUNKS]);
-        for chunk in each(chunks) {
-            words[chunk] = host.chunk(chunk);
+        let mut words = Box::new(PageCopy::ZERO);
+        for chunk in (0..64).filter(|chunk| chunks >> chunk & 1 != 0) {
+            words.set_chunk(chunk, host.chunk(chunk));
         }
         Self { chunks, words }
     }
 
     fn sum(&self) -> u64 {
-        sum_of_chunks(self.chunks, |chunk| self.words[chunk])
+        sum_of_chunks(self.chunks, |chunk| self.words.chunk(chunk))
     }
-
-    fn is_same(&self, host: HostPage) -> bool {
-        each(self.chunks).all(|chunk| {
-            let now = host.chunk(chunk);
-            let before = &self.words[chunk];
-            let differ = |differ, n: usize| differ | now[n] ^ before[n];
-            (0..8).fold(0, differ) == 0
-        })
-    }
-}
-
-/// Yields the numbers of the bits that are set.
-fn each(mut chunks: u64) -> impl Iterator<Item = usize> {
-    core::iter::from_fn(move || {
-        let chunk = (chunks != 0).then(|| chunks.trailing_zeros() as usize % CHUNKS);
-        chunks &= chunks.wrapping_sub(1);
-        chunk
-    })
 }
 
 impl<E> Exposed<E> {
@@ -75,7 +53,7 @@ impl<E> Exposed<E> {
         if let Some(copy) = &self.copy
             && copy.chunks == chunks
         {
-            return copy.is_same(host);
+            return host.has_chunks(chunks, &copy.words);
         }
         self.is_same_by_sum(host, chunks, sum)
     }

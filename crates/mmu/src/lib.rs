@@ -269,6 +269,8 @@ pub struct Mmu {
     verification: [u64; 2],
     /// Pages mapped writable that were executed since then. With one more than `MAX_EXPOSED` of them, there are too many.
     exposed: Vec<exposed::Exposed<fetch::FetchEntry>>,
+    /// Number of times that `exposed` was compared since it was empty.
+    looks: u32,
     /// Pages that supervisors and users have fetched from under the present `verification`, for
     /// [`Self::serialize`]: all of them, or more than are compared at once.
     fetched: [Vec<exposed::Exposed<fetch::FetchEntry>>; 2],
@@ -336,6 +338,7 @@ impl Mmu {
             sums: HashMap::default(),
             verification: [0; 2],
             exposed: Vec::new(),
+            looks: 0,
             fetched: [Vec::new(), Vec::new()],
             remembered: 1,
             stats: Stats::default(),
