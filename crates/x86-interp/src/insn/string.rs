@@ -224,7 +224,7 @@ fn fill_down<B: GuestBus>(ex: &mut Exec<'_, B>, dst: u64, value: u64, len: u64, 
         return 0;
     }
     let len = len.min((offset / size + 1) * size);
-    let lowest = dst + size - len;
+    let lowest = dst - (len - size);
     // All of them or none, as a fault would come at the highest.
     ex.bus.bulk_fill(ex.cpu, lowest, value, len, size)
 }
@@ -312,5 +312,44 @@ pub(crate) fn select<B: GuestBus>(i: &Instruction, insn: &mut Insn<B>) -> Option
             sized!(size, string, Scas)
         }
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use x86_defs::{reg, rflags};
+
+    use crate::{
+        Interp, RunStop,
+        test_bus::{at, machine},
+    };
+
+    /// The element's end is 2^64, which no address is.
+    #[test]
+    fn downwards_from_the_highest_element() {
+        for (code, size) in [
+            (&[0xf3, 0xaa][..], 1),
+            (&[0xf3, 0x48, 0xab], 8),
+            (&[0xf3, 0x48, 0xa5], 8),
+        ] {
+            let (mut cpu, mut bus) = machine(true, 0);
+            bus.map(0u64.wrapping_sub(0x1000), 0x1000);
+            bus.put(at::CODE, code);
+            let top = 0u64.wrapping_sub(size);
+            cpu.gpr[reg::RAX] = 0x1122_3344_5566_7788;
+            cpu.gpr[reg::RCX] = 3;
+            cpu.gpr[reg::RDI] = top;
+            cpu.gpr[reg::RSI] = top - 0x100;
+            cpu.rflags |= rflags::DF;
+            bus.put64(0u64.wrapping_sub(0x108), 0x1122_3344_5566_7788);
+            bus.polls = Some(0);
+            let mut interp = Interp::new();
+            let insn = interp.prepare(&cpu, code).unwrap();
+            assert_eq!(interp.execute(&mut cpu, &mut bus, &insn), RunStop::Poll);
+            assert_eq!(cpu.rip(), at::CODE + code.len() as u64);
+            assert_eq!(cpu.gpr[reg::RDI], top.wrapping_sub(3 * size));
+            let last = bus.get64(0u64.wrapping_sub(8)) >> (64 - 8 * size);
+            assert_eq!(last, 0x1122_3344_5566_7788 & u64::MAX >> (64 - 8 * size));
+        }
     }
 }
