@@ -29,7 +29,7 @@ pub mod writers;
 pub use dirty_ring::{DirtyRing, DirtyRingMemory, DirtyRings};
 pub use host_pages::HostChange;
 pub use memory::{GuestMemory, Harvest};
-pub use page::{HostPage, PageCopy};
+pub use page::{HostPage, HostWord, PageCopy};
 pub use slot::{Slot, SlotConfig};
 pub use table::{MemslotError, SlotTable};
 pub use tagged::{TaggedPage, TaggedPages};

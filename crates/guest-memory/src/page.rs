@@ -39,6 +39,25 @@ impl fmt::Debug for HostPage {
     }
 }
 
+/// The host address of eight aligned bytes of a page of guest RAM, under the rules of [`HostPage`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct HostWord(*const u64);
+
+// SAFETY: as of `HostPage`.
+unsafe impl Send for HostWord {}
+// SAFETY: as of `HostPage`.
+unsafe impl Sync for HostWord {}
+
+impl HostWord {
+    /// Reads the word by one load.
+    #[inline(always)]
+    pub fn load(self) -> u64 {
+        // SAFETY: aligned and in its page (`HostPage::word`), which is mapped for as long as its slot exists.
+        unsafe { self.0.read_volatile() }
+    }
+}
+
 #[repr(align(4096))]
 struct Nowhere(core::cell::UnsafeCell<[u8; 4096]>);
 // SAFETY: accessed only through `HostPage`, whose accesses may race.
@@ -102,6 +121,16 @@ impl HostPage {
             return None;
         }
         Some(self.0.wrapping_add(offset as usize))
+    }
+
+    /// Returns the word that contains the byte at `offset` (modulo the page's size).
+    #[inline(always)]
+    pub fn word(self, offset: u64) -> HostWord {
+        HostWord(
+            self.0
+                .wrapping_add((offset & (PAGE_SIZE - 8)) as usize)
+                .cast(),
+        )
     }
 
     /// Reads 1, 2, 4, 8 or 16 bytes; `None` if they are not all in the page.

@@ -10,10 +10,10 @@
 //! Accessed and dirty flags count as changed only if they were set and are not any more: then
 //! hardware would have to set them again.
 
-use guest_memory::HostPage;
+use guest_memory::HostWord;
 use x86_defs::paging::{A, D};
 
-use crate::walk::{Trail, Walk};
+use crate::walk::{Step, Trail, Walk};
 
 /// Maximum number of entries of a context. A context with more is flushed where others only catch up.
 const MAX_ENTRIES: usize = 1024;
@@ -26,16 +26,50 @@ const MAX_USES: u32 = 1024;
 /// Number of entries up to which a context is not flushed for that reason.
 const FEW_ENTRIES: usize = 64;
 
+/// The word of guest memory with an entry of a guest table, as the walk saw it.
+///
+/// Words are kept apart from the rest of their entries, so that a comparison reads little.
+#[derive(Clone, Copy, Debug)]
+struct Word {
+    at: HostWord,
+    /// The entry, with the flags that the walk has set.
+    value: u64,
+    /// The bits that are compared.
+    mask: u64,
+}
+
+impl Word {
+    fn of(step: &Step) -> Self {
+        let (bytes, shift) = match step.size {
+            4 => (u64::from(u32::MAX), step.offset % 8 * 8),
+            _ => (u64::MAX, 0),
+        };
+        Self {
+            at: step.page.word(step.offset),
+            value: (step.value & bytes) << shift,
+            mask: ((step.value | !(A | D)) & bytes) << shift,
+        }
+    }
+
+    /// The bits that have changed in memory.
+    #[inline(always)]
+    fn changed(&self) -> u64 {
+        (self.at.load() ^ self.value) & self.mask
+    }
+
+    /// Returns true if `new` differs in accessed and dirty flags only.
+    fn is_same(&self, new: &Self) -> bool {
+        (self.value ^ new.value) & self.mask & new.mask == 0
+    }
+}
+
 /// An entry of a guest table.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    page: HostPage,
-    /// The value that the walk saw, with the flags that the walk has set.
-    value: u64,
+    /// The host address.
+    hva: u64,
     /// The page that the entry maps; 0 for an entry above the lowest level.
     gva: u64,
-    offset: u16,
-    size: u8,
     level: u8,
     /// Where an entry of the lowest level leads.
     leaf: Option<Leaf>,
@@ -54,14 +88,7 @@ pub(crate) struct Leaf {
 impl Derived {
     /// Bytes of memory that it takes.
     pub(crate) const BYTES: usize =
-        MAX_ENTRIES * size_of::<Entry>() + 2 * size_of::<[u16; PLACES]>();
-}
-
-impl Entry {
-    #[inline]
-    fn is_same(&self, now: u64) -> bool {
-        (self.value ^ now) & (self.value | !(A | D)) == 0
-    }
+        MAX_ENTRIES * (size_of::<Entry>() + size_of::<Word>()) + 2 * size_of::<[u16; PLACES]>();
 }
 
 /// The result of a comparison.
@@ -82,6 +109,8 @@ fn page_place(gva: u64) -> usize {
 #[derive(Debug)]
 pub(crate) struct Derived {
     entries: Vec<Entry>,
+    /// The words of `entries`, in the same order.
+    words: Vec<Word>,
     /// The place at which the last entry with a hash was put.
     places: Box<[u16; PLACES]>,
     /// The place at which the last entry of the lowest level for a page was put.
@@ -98,6 +127,7 @@ impl Derived {
     pub(crate) fn new(pdpte: [u64; 4]) -> Self {
         Self {
             entries: Vec::new(),
+            words: Vec::new(),
             places: Box::new([u16::MAX; PLACES]),
             of_page: Box::new([u16::MAX; PLACES]),
             has_more: false,
@@ -109,6 +139,7 @@ impl Derived {
     /// Forgets all entries, because the context's translations are gone.
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
+        self.words.clear();
         self.has_more = false;
         self.uses = 0;
     }
@@ -124,27 +155,27 @@ impl Derived {
             writes: 0,
         };
         for step in trail.steps() {
-            self.add(Entry {
-                leaf: (step.level == 1).then_some(leaf),
-                page: step.page,
-                value: step.value,
-                gva: if step.level == 1 { gva & !0xfff } else { 0 },
-                offset: step.offset as u16,
-                size: step.size,
+            let is_leaf = step.level == 1;
+            let entry = Entry {
+                hva: step.page.hva() + step.offset,
+                gva: if is_leaf { gva & !0xfff } else { 0 },
                 level: step.level,
-            });
+                leaf: is_leaf.then_some(leaf),
+            };
+            self.add(entry, Word::of(&step));
         }
     }
 
-    fn add(&mut self, new: Entry) {
-        let hash = (new.page.hva() + u64::from(new.offset)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    fn add(&mut self, new: Entry, word: Word) {
+        let hash = new.hva.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let place = &mut self.places[(hash >> 56) as usize % PLACES];
-        if let Some(old) = self.entries.get_mut(usize::from(*place))
-            && old.page == new.page
-            && (old.offset, old.level, old.gva) == (new.offset, new.level, new.gva)
-            && (old.value ^ new.value) & !(A | D) == 0
+        let n = usize::from(*place);
+        if let (Some(old), Some(seen)) = (self.entries.get_mut(n), self.words.get_mut(n))
+            && (old.hva, old.level, old.gva) == (new.hva, new.level, new.gva)
+            && seen.is_same(&word)
         {
-            old.value |= new.value;
+            seen.value |= word.value;
+            seen.mask |= word.mask;
             if let (Some(old), Some(new)) = (&mut old.leaf, &new.leaf) {
                 old.walk.dirty |= new.walk.dirty;
             }
@@ -159,6 +190,7 @@ impl Derived {
             self.of_page[page_place(new.gva)] = self.entries.len() as u16;
         }
         self.entries.push(new);
+        self.words.push(word);
     }
 
     /// Notes that the page at `gva`, whose entry is known, was accessed. The page is at `hva`, and if `writes` is not 0 it
@@ -190,10 +222,12 @@ impl Derived {
         if self.has_more || is_long_used {
             return Found::Everything;
         }
+        if self.words.iter().fold(0, |all, w| all | w.changed()) == 0 {
+            return Found::Pages;
+        }
         let mut n = 0;
-        while let Some(e) = self.entries.get(n) {
-            let now = e.page.load(e.offset.into(), e.size.into()).unwrap_or(0) as u64;
-            if e.is_same(now) {
+        while let (Some(e), Some(word)) = (self.entries.get(n), self.words.get(n)) {
+            if word.changed() == 0 {
                 n += 1;
                 continue;
             }
@@ -202,6 +236,7 @@ impl Derived {
             }
             changed.push(e.gva);
             self.entries.swap_remove(n);
+            self.words.swap_remove(n);
         }
         Found::Pages
     }
@@ -209,5 +244,51 @@ impl Derived {
     /// Returns the number of entries.
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use guest_memory::{GuestMemory, SlotConfig};
+    use host::Mapping;
+    use x86_defs::paging::{P, RW};
+
+    use super::*;
+
+    /// Of two entries of four bytes in one word.
+    #[test]
+    fn the_other_half_of_a_word_is_not_compared() {
+        let ram = Mapping::anonymous(0x1000).unwrap();
+        let memory = GuestMemory::new();
+        let config = SlotConfig {
+            slot: 0,
+            flags: 0,
+            gpa: 0,
+            size: 0x1000,
+            hva: ram.as_ptr() as u64,
+        };
+        memory.set_slot(config).unwrap();
+        let page = memory.table().host_page(0, 0, true).unwrap();
+        let value = 0x8000_5000 | P | RW | A;
+        for (offset, other) in [(0x10, 0x14), (0x14, 0x10)] {
+            page.store(offset, 4, value.into()).unwrap();
+            let word = Word::of(&Step {
+                level: 1,
+                page,
+                offset,
+                size: 4,
+                value,
+            });
+            let changed = |at, now: u64| {
+                page.store(at, 4, now.into()).unwrap();
+                word.changed() != 0
+            };
+            assert!(!changed(other, 0x1234_5678));
+            assert!(!changed(offset, value | D));
+            assert!(changed(offset, value & !A));
+            assert!(changed(offset, value ^ 0x8000_0000));
+            assert!(!changed(offset, value));
+            assert!(!changed(other, 0));
+        }
     }
 }
