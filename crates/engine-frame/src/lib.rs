@@ -82,8 +82,8 @@ pub struct EngineFrame {
     key_views: [KeyView; EngineFrame::KEY_VIEWS],
     key_views_used: u64,
     switches: u64,
-    switches_epoch: u64,
-    /// The CR3 that an instruction loads which is left to the interpreter and flushes nothing; or 0.
+    switch_epochs: u64,
+    /// The CR3 that an instruction loads which is left to the interpreter; or 0.
     pub wanted_root: u64,
     /// Not 0 if translated code has loaded CR3 by itself, and the MMU does not know.
     pub is_other_root: u64,
@@ -127,6 +127,8 @@ pub struct EngineFrame {
     /// How many instructions may be executed from the last look at the time to the next one, where such an overflow is
     /// near.
     pub window: u64,
+    /// Number of loads of CR3 behind [`Self::is_other_root`] that have flushed.
+    pub flushing_loads: u64,
 }
 
 /// A view that differs from another in PKRU alone.
@@ -182,8 +184,8 @@ pointers! {
     stop, STOP, set_stop;
     /// Address of the table of roots that translated code loads to CR3 by itself.
     switches, SWITCHES, set_switches;
-    /// Address of the word that those roots were noted at the value of.
-    switches_epoch, SWITCHES_EPOCH, set_switches_epoch;
+    /// Address of the numbers that vouch for those roots.
+    switch_epochs, SWITCH_EPOCHS, set_switch_epochs;
     /// Address of the table of target keys that translated code changes to by itself.
     keys, KEYS, set_keys;
     /// Address of code in the vCPU's own buffer that counts: where to go on once the countdown is loaded.

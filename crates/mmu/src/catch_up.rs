@@ -1,5 +1,7 @@
 //! Contexts that catch up in place of being flushed: see [`crate::shadow`].
 
+use std::sync::atomic::{Ordering, fence};
+
 use x86_cpu::{CpuState, Exception};
 
 use crate::{
@@ -28,6 +30,8 @@ impl Mmu {
     /// # Errors
     /// As [`Self::load_root`].
     pub fn load_cr3(&mut self, cpu: &mut CpuState, flushes: bool) -> Result<(), Exception> {
+        // The instruction is a barrier (SDM vol. 3, 9.3), and kernels use it as one.
+        fence(Ordering::SeqCst);
         self.load_pdptes(cpu)?;
         self.stats.flushes += u64::from(flushes);
         self.take_root(cpu, flushes);
@@ -179,7 +183,9 @@ impl Mmu {
     /// Notes that a device may have written guest memory.
     #[inline]
     pub fn recheck_exposed(&mut self) {
-        self.is_written_by_device = true;
+        if !core::mem::replace(&mut self.is_written_by_device, true) {
+            self.forget_flushing_switches();
+        }
         self.look_at_exposed();
     }
 

@@ -169,16 +169,18 @@ impl Mmu {
         }
     }
 
+    /// Returns the [`ContextKey::world`] of `self.paging`.
+    pub(crate) fn world(&self) -> u8 {
+        let p = &self.paging;
+        p.mode as u8 | p.space << SPACE_SHIFT | u8::from(p.nxe) << 4
+    }
+
     /// Makes the context of `self.paging` current and carries out the flushes that it has missed.
     /// `flushes` says that the load of CR3 which asks for the context flushes its PCID.
     pub(crate) fn select_context(&mut self, flushes: bool) {
         self.forget_devices();
         self.leave_context();
-        let p = &self.paging;
-        let (world, pcid) = (
-            p.mode as u8 | p.space << SPACE_SHIFT | u8::from(p.nxe) << 4,
-            p.pcid,
-        );
+        let (world, pcid) = (self.world(), self.paging.pcid);
         let tracked = self.tracked_context(world, flushes);
         self.current = tracked.unwrap_or_else(|| {
             let key = ContextKey {

@@ -1,5 +1,7 @@
 //! Changes of context and view, and flushes (SDM vol. 3, 4.10.4).
 
+use std::sync::atomic::{Ordering, fence};
+
 use x86_cpu::{CpuState, Exception, Flush};
 use x86_defs::{control::efer, paging::P};
 
@@ -63,7 +65,7 @@ impl Mmu {
         }
         let flushes = self.take_promised(cpu) || flushes;
         if flushes {
-            self.forget_switches();
+            self.forget_keeping_switches();
             self.leave_context();
             let tick = self.next_tick();
             self.flushes.note_non_global(Some(self.paging.pcid), tick);
@@ -93,6 +95,8 @@ impl Mmu {
 
     /// Forgets translations.
     pub fn flush(&mut self, cpu: &CpuState, what: Flush) {
+        // What flushes is a barrier (SDM vol. 3, 9.3).
+        fence(Ordering::SeqCst);
         self.stats.flushes += 1;
         self.forget_devices();
         self.forget_switches();

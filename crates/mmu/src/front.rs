@@ -6,7 +6,7 @@ use x86_cpu::{Access, CpuState, Exception, Privilege, Word};
 use x86_defs::control::cr4;
 
 use crate::{
-    DevicePage, Mmu, RootIsKept,
+    DevicePage, Mmu, RootIsKept, SwitchEpochs,
     fetch::space_of,
     l1::{L1, SITE_ENTRIES},
 };
@@ -169,16 +169,22 @@ impl Front<'_> {
         }
     }
 
-    /// Vouches for remembered loads of CR3 that flush nothing. While it is unchanged, such a load leads to the same
-    /// context, to the same tables for each of its views, none of which has missed a flush, and to the same identity of
-    /// what is fetched through them.
-    pub fn switches_epoch(&self) -> u64 {
-        self.0.switches_epoch
+    /// Vouch for remembered loads of CR3. They do not move in memory.
+    pub fn switch_epochs(&self) -> &SwitchEpochs {
+        &self.0.switch_epochs
     }
 
-    /// The address of [`Self::switches_epoch`].
-    pub fn switches_epoch_cell(&self) -> *const u64 {
-        &raw const self.0.switches_epoch
+    /// Returns the address of what says which entries of guest tables the current context depends on ([`crate::compared`]);
+    /// `None` if a load of its root that flushes has more to do than to compare these. It stays while
+    /// [`SwitchEpochs::flushing`] is unchanged.
+    pub fn compared(&self) -> Option<u64> {
+        self.0.compared()
+    }
+
+    /// Takes note of `loads` loads of CR3 without PCIDs that generated code has made and that have flushed. The last one
+    /// loaded what `cpu` has; [`x86_cpu::GuestBus::load_root`] comes next.
+    pub fn note_flushing_loads(&mut self, cpu: &CpuState, loads: u64) {
+        self.0.note_flushing_loads(cpu, loads);
     }
 
     /// Returns how long the current root's translations are kept when it is loaded without a flush. `None`: not at all.

@@ -91,8 +91,10 @@ pub use resolve::DevicePage;
 pub use shadow::{
     promised::{RootArea, RootIsKept},
     roots::Policy,
+    words as compared,
 };
 pub use source::Source;
+pub use switches::SwitchEpochs;
 pub use view::View;
 
 /// Why an access was not done.
@@ -246,8 +248,7 @@ pub struct Mmu {
     roots: shadow::roots::Roots,
     /// Roots that the guest has promised to flush by itself.
     promised: Option<Box<shadow::promised::Promised>>,
-    /// See [`Front::switches_epoch`].
-    switches_epoch: u64,
+    switch_epochs: SwitchEpochs,
     /// The views, by the numbers that tables have for them.
     view_numbers: view::Numbers,
     /// A buffer for the pages whose translation has changed.
@@ -325,7 +326,7 @@ impl Mmu {
             flushes: shadow::flushes::Flushes::default(),
             roots: shadow::roots::Roots::default(),
             promised: None,
-            switches_epoch: 1,
+            switch_epochs: SwitchEpochs::FIRST,
             view_numbers: view::Numbers::default(),
             changed: Vec::new(),
             is_written_by_device: false,

@@ -10,10 +10,10 @@
 //! Accessed and dirty flags count as changed only if they were set and are not any more: then
 //! hardware would have to set them again.
 
-use guest_memory::HostWord;
-use x86_defs::paging::{A, D};
-
-use crate::walk::{Step, Trail, Walk};
+use crate::{
+    shadow::words::{Word, Words},
+    walk::{Trail, Walk},
+};
 
 /// Maximum number of entries of a context. A context with more is flushed where others only catch up.
 const MAX_ENTRIES: usize = 1024;
@@ -21,47 +21,9 @@ const MAX_ENTRIES: usize = 1024;
 const PLACES: usize = 256;
 /// Maximum number of pages that are dropped one by one.
 const MAX_CHANGED: usize = 64;
-/// Number of comparisons after which the context is flushed, so that entries that it does not use any more are forgotten.
-const MAX_USES: u32 = 1024;
-/// Number of entries up to which a context is not flushed for that reason.
+/// Number of entries up to which a context is not flushed from time to time, so that entries that it does not use any
+/// more are forgotten.
 const FEW_ENTRIES: usize = 64;
-
-/// The word of guest memory with an entry of a guest table, as the walk saw it.
-///
-/// Words are kept apart from the rest of their entries, so that a comparison reads little.
-#[derive(Clone, Copy, Debug)]
-struct Word {
-    at: HostWord,
-    /// The entry, with the flags that the walk has set.
-    value: u64,
-    /// The bits that are compared.
-    mask: u64,
-}
-
-impl Word {
-    fn of(step: &Step) -> Self {
-        let (bytes, shift) = match step.size {
-            4 => (u64::from(u32::MAX), step.offset % 8 * 8),
-            _ => (u64::MAX, 0),
-        };
-        Self {
-            at: step.page.word(step.offset),
-            value: (step.value & bytes) << shift,
-            mask: ((step.value | !(A | D)) & bytes) << shift,
-        }
-    }
-
-    /// The bits that have changed in memory.
-    #[inline(always)]
-    fn changed(&self) -> u64 {
-        (self.at.load() ^ self.value) & self.mask
-    }
-
-    /// Returns true if `new` differs in accessed and dirty flags only.
-    fn is_same(&self, new: &Self) -> bool {
-        (self.value ^ new.value) & self.mask & new.mask == 0
-    }
-}
 
 /// An entry of a guest table.
 #[derive(Clone, Copy, Debug)]
@@ -110,14 +72,13 @@ fn page_place(gva: u64) -> usize {
 pub(crate) struct Derived {
     entries: Vec<Entry>,
     /// The words of `entries`, in the same order.
-    words: Vec<Word>,
+    words: Words,
     /// The place at which the last entry with a hash was put.
     places: Box<[u16; PLACES]>,
     /// The place at which the last entry of the lowest level for a page was put.
     of_page: Box<[u16; PLACES]>,
     /// True if there are more entries than `entries` has room for.
     has_more: bool,
-    uses: u32,
     /// The PDPTE registers, in PAE paging.
     pub(crate) pdpte: [u64; 4],
 }
@@ -127,11 +88,10 @@ impl Derived {
     pub(crate) fn new(pdpte: [u64; 4]) -> Self {
         Self {
             entries: Vec::new(),
-            words: Vec::new(),
+            words: Words::new(),
             places: Box::new([u16::MAX; PLACES]),
             of_page: Box::new([u16::MAX; PLACES]),
             has_more: false,
-            uses: 0,
             pdpte,
         }
     }
@@ -141,7 +101,6 @@ impl Derived {
         self.entries.clear();
         self.words.clear();
         self.has_more = false;
-        self.uses = 0;
     }
 
     /// Notes the entries of a walk whose translation is not global.
@@ -170,12 +129,10 @@ impl Derived {
         let hash = new.hva.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let place = &mut self.places[(hash >> 56) as usize % PLACES];
         let n = usize::from(*place);
-        if let (Some(old), Some(seen)) = (self.entries.get_mut(n), self.words.get_mut(n))
+        if let Some(old) = self.entries.get_mut(n)
             && (old.hva, old.level, old.gva) == (new.hva, new.level, new.gva)
-            && seen.is_same(&word)
+            && self.words.merge(n, &word)
         {
-            seen.value |= word.value;
-            seen.mask |= word.mask;
             if let (Some(old), Some(new)) = (&mut old.leaf, &new.leaf) {
                 old.walk.dirty |= new.walk.dirty;
             }
@@ -183,6 +140,7 @@ impl Derived {
         }
         if self.entries.len() == MAX_ENTRIES {
             self.has_more = true;
+            self.words.are_not_all();
             return;
         }
         *place = self.entries.len() as u16;
@@ -217,17 +175,16 @@ impl Derived {
 
     /// Compares all entries with memory. Pages that have to be dropped come to `changed`, and their entries are forgotten.
     pub(crate) fn compare(&mut self, changed: &mut Vec<u64>) -> Found {
-        self.uses += 1;
-        let is_long_used = self.uses > MAX_USES && self.entries.len() > FEW_ENTRIES;
+        let is_long_used = self.words.take_use() && self.entries.len() > FEW_ENTRIES;
         if self.has_more || is_long_used {
             return Found::Everything;
         }
-        if self.words.iter().fold(0, |all, w| all | w.changed()) == 0 {
+        if self.words.are_same() {
             return Found::Pages;
         }
         let mut n = 0;
-        while let (Some(e), Some(word)) = (self.entries.get(n), self.words.get(n)) {
-            if word.changed() == 0 {
+        while let Some(e) = self.entries.get(n) {
+            if !self.words.has_changed(n) {
                 n += 1;
                 continue;
             }
@@ -241,54 +198,13 @@ impl Derived {
         Found::Pages
     }
 
+    /// Returns the address of what generated code compares.
+    pub(crate) fn head(&self) -> u64 {
+        self.words.head()
+    }
+
     /// Returns the number of entries.
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use guest_memory::{GuestMemory, SlotConfig};
-    use host::Mapping;
-    use x86_defs::paging::{P, RW};
-
-    use super::*;
-
-    /// Of two entries of four bytes in one word.
-    #[test]
-    fn the_other_half_of_a_word_is_not_compared() {
-        let ram = Mapping::anonymous(0x1000).unwrap();
-        let memory = GuestMemory::new();
-        let config = SlotConfig {
-            slot: 0,
-            flags: 0,
-            gpa: 0,
-            size: 0x1000,
-            hva: ram.as_ptr() as u64,
-        };
-        memory.set_slot(config).unwrap();
-        let page = memory.table().host_page(0, 0, true).unwrap();
-        let value = 0x8000_5000 | P | RW | A;
-        for (offset, other) in [(0x10, 0x14), (0x14, 0x10)] {
-            page.store(offset, 4, value.into()).unwrap();
-            let word = Word::of(&Step {
-                level: 1,
-                page,
-                offset,
-                size: 4,
-                value,
-            });
-            let changed = |at, now: u64| {
-                page.store(at, 4, now.into()).unwrap();
-                word.changed() != 0
-            };
-            assert!(!changed(other, 0x1234_5678));
-            assert!(!changed(offset, value | D));
-            assert!(changed(offset, value & !A));
-            assert!(changed(offset, value ^ 0x8000_0000));
-            assert!(!changed(offset, value));
-            assert!(!changed(other, 0));
-        }
     }
 }

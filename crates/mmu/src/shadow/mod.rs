@@ -22,3 +22,4 @@ pub(crate) mod derived;
 pub(crate) mod flushes;
 pub(crate) mod promised;
 pub(crate) mod roots;
+pub mod words;

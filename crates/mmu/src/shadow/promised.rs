@@ -32,7 +32,7 @@ pub enum RootIsKept {
     Always,
     /// While the guest leaves a 32-bit word at 1.
     WhileOne {
-        /// Its host address, which is valid while [`Front::switches_epoch`](crate::Front::switches_epoch) is unchanged.
+        /// Its host address, which is valid while [`SwitchEpochs::keeping`](crate::SwitchEpochs::keeping) is unchanged.
         word: u64,
     },
 }

@@ -1,5 +1,7 @@
 //! MOV to CR3 in generated code: see [`crate::frame::switches`].
 
+use mmu::{SwitchEpochs, compared};
+
 use crate::{
     asm::*,
     frame::switches::{self, BITS, HASH},
@@ -7,26 +9,26 @@ use crate::{
     ir::mode::Mode,
 };
 
+/// Registers that [`change_root`] needs, apart from those that hold nothing of the guest's.
+const SAVED: [Reg; 4] = [RAX, RCX, RDX, RSI];
+
 /// Emits a load of CR3 with r14 that goes on with the tables that the same load led to before, if nothing has changed
 /// that the entry depends on. Otherwise jumps to `bail`, where the interpreter executes the instruction at the offset
 /// r13d. `move_to_tables` emits what goes on with the tables at r14, and may change r13.
 pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)) -> usize {
     let place = a.here();
-    a.rr(true, &[0x85], S0, S0); // test
-    let flushes = a.jcc(cc::NS);
+    // A load of CR3 is a barrier, and guests use it as one: lock or dword [rsp], 0.
+    a.bytes(&[0xf0, 0x83, 0x0c, 0x24, 0x00]);
     a.store(gs(WANTED_ROOT), S0);
-    push(a, RAX);
-    push(a, RCX);
+    for r in SAVED {
+        push(a, r);
+    }
     a.imul(false, RAX, S0, HASH.cast_signed());
     a.shift(false, 5, RAX, (u32::BITS - BITS) as u8);
     a.shift(false, 4, RAX, switches::SHIFT);
     a.alu(true, Alu::Add, RAX, gs(SWITCHES));
     let mut unknown = Vec::new();
     a.alu(true, Alu::Cmp, S0, at(RAX, switches::VALUE));
-    unknown.push(a.jcc(cc::NE));
-    a.load(RCX, gs(SWITCHES_EPOCH));
-    a.load(RCX, at(RCX, 0));
-    a.alu(true, Alu::Cmp, RCX, at(RAX, switches::EPOCH));
     unknown.push(a.jcc(cc::NE));
     a.load(RCX, at(TLB, mmu::l1::VIEW));
     a.alu(true, Alu::Cmp, RCX, at(RAX, switches::VIEW));
@@ -36,9 +38,26 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.alu(false, Alu::Xor, RCX, at(RAX, switches::KEY));
     a.shift(false, 4, RCX, (u32::BITS - Mode::WIDTH) as u8);
     unknown.push(a.jcc(cc::NE));
+    a.load(RDX, gs(SWITCH_EPOCHS));
     a.load(RCX, at(RAX, switches::KEPT));
+    a.rr(true, &[0x85], S0, S0); // test
+    let flushes = a.jcc(cc::NS);
+    a.load(RDX, at(RDX, SwitchEpochs::KEEPING));
+    a.alu(true, Alu::Cmp, RDX, at(RAX, switches::EPOCH));
+    unknown.push(a.jcc(cc::NE));
     a.alu_mem_imm8(false, Alu::Cmp, at(RCX, 0), 1);
     unknown.push(a.jcc(cc::NE));
+    let kept = a.jmp();
+
+    let here = a.here();
+    a.patch(flushes, here);
+    a.load(RDX, at(RDX, SwitchEpochs::FLUSHING));
+    a.alu(true, Alu::Cmp, RDX, at(RAX, switches::EPOCH));
+    unknown.push(a.jcc(cc::NE));
+    compare(a, &mut unknown);
+    a.alu_mem_imm8(true, Alu::Add, gs(FLUSHING_LOADS), 1);
+    let here = a.here();
+    a.patch(kept, here);
 
     // Without bit 63.
     a.shift(true, 4, S0, 1);
@@ -58,19 +77,40 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     for view in VIEWS {
         a.store_imm(gs(view), 0);
     }
-    pop(a, RCX);
-    pop(a, RAX);
+    for r in SAVED.into_iter().rev() {
+        pop(a, r);
+    }
     a.ret();
 
     let here = a.here();
     unknown.into_iter().for_each(|from| a.patch(from, here));
-    pop(a, RCX);
-    pop(a, RAX);
-    let here = a.here();
-    a.patch(flushes, here);
+    for r in SAVED.into_iter().rev() {
+        pop(a, r);
+    }
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(bail);
     place
+}
+
+/// Emits the comparison of the words of guest tables that rcx says ([`mmu::compared`]) with memory. Jumps to `unknown` if
+/// one has changed, or if Rust is to compare them. Changes rdx and rsi.
+fn compare(a: &mut Asm, unknown: &mut Vec<usize>) {
+    a.alu_mem_imm8(false, Alu::Cmp, at(RCX, compared::USES_LEFT), 0);
+    unknown.push(a.jcc(cc::E));
+    a.load(RDX, at(RCX, compared::FIRST));
+    let next = a.here();
+    a.alu(true, Alu::Cmp, RDX, at(RCX, compared::END));
+    let end = a.jcc(cc::E);
+    a.load(RSI, at(RDX, compared::AT));
+    a.load(RSI, at(RSI, 0));
+    a.alu(true, Alu::Xor, RSI, at(RDX, compared::VALUE));
+    a.alu(true, Alu::And, RSI, at(RDX, compared::MASK));
+    unknown.push(a.jcc(cc::NE));
+    a.alu_imm(true, Alu::Add, RDX, compared::SIZE.into());
+    a.jmp_to(next);
+    let here = a.here();
+    a.patch(end, here);
+    a.alu_mem_imm8(false, Alu::Sub, at(RCX, compared::USES_LEFT), 1);
 }
 
 /// Loads the salt and the number of a key that generated code goes on with from two words of a table. Changes `by`.

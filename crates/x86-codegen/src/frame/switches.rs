@@ -1,8 +1,9 @@
-//! Loads of CR3 that flush nothing, which generated code does by itself.
+//! Loads of CR3 that generated code does by itself.
 //!
 //! An entry says where a load has led to before, and under which conditions it leads there again: the same view, the
-//! same mode, nothing flushed or changed since ([`mmu::Front::switches_epoch`]), and a word that the guest has not taken
-//! back meanwhile.
+//! same mode, and nothing changed since ([`mmu::SwitchEpochs`]). A load that flushes nothing also needs a word that the
+//! guest has not taken back meanwhile. One that flushes needs the guest's tables to say what they said
+//! ([`mmu::compared`]): the flush would lead to the same translations.
 
 use core::mem::offset_of;
 
@@ -16,13 +17,13 @@ pub(crate) const BITS: u32 = LEN.trailing_zeros();
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Switch {
-    /// The value that is loaded, bit 63 included. No entry has 0, as that flushes.
+    /// The value that is loaded, bit 63 included: without it, the load flushes. 0: no entry.
     pub value: u64,
-    /// [`mmu::Front::switches_epoch`].
+    /// The number of [`mmu::SwitchEpochs`] that vouches for such loads.
     pub epoch: u64,
     /// Number of the view ([`mmu::l1::VIEW`]).
     pub view: u64,
-    /// Host address of a word that has to be 1.
+    /// Host address of a word that has to be 1; for a load that flushes, [`mmu::Front::compared`].
     pub kept: u64,
     /// Address of the view's tables.
     pub tables: u64,

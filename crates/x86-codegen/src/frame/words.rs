@@ -78,9 +78,10 @@ pub(crate) const KEY_VIEWS: usize = frame(EngineFrame::KEY_VIEWS_AT);
 /// The factor of PKRU's hash: the upper three bits of the product are the entry's index.
 pub(crate) const KEY_VIEW_HASH: u32 = EngineFrame::KEY_VIEW_HASH;
 pub(crate) const SWITCHES: usize = frame(EngineFrame::SWITCHES);
-pub(crate) const SWITCHES_EPOCH: usize = frame(EngineFrame::SWITCHES_EPOCH);
+pub(crate) const SWITCH_EPOCHS: usize = frame(EngineFrame::SWITCH_EPOCHS);
 pub(crate) const WANTED_ROOT: usize = offset_of!(CpuState, engine.wanted_root);
 pub(crate) const IS_OTHER_ROOT: usize = offset_of!(CpuState, engine.is_other_root);
+pub(crate) const FLUSHING_LOADS: usize = offset_of!(CpuState, engine.flushing_loads);
 pub(crate) const COUNTED_FROM: usize = offset_of!(CpuState, engine.counted_from);
 pub(crate) const COUNTED_TO: usize = offset_of!(CpuState, engine.counted_to);
 pub(crate) const COUNTED: usize = offset_of!(CpuState, engine.counted);

@@ -2,6 +2,8 @@
 //! Every other case changes nothing and is left to the interpreter: a fault, a task's or an NMI's return, a breakpoint
 //! to be passed, an interrupt to be taken, any segment that is not flat or whose descriptor is not in the TLB.
 
+use std::sync::atomic::{Ordering, fence};
+
 use x86_cpu::{CpuState, Privilege};
 use x86_defs::{
     control::cr0,
@@ -54,7 +56,8 @@ pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B
     let before = cpu.engine.key;
     jit.update_mode(cpu, bus);
     jit.follow_level(cpu);
-    // IRET serialises: code that is executed after it has to be current.
+    // IRET serialises: it is a barrier, and code that is executed after it has to be current.
+    fence(Ordering::SeqCst);
     let changes = bus.code_changes();
     let changed = core::mem::replace(&mut jit.session.changes, changes) != changes;
     let frame = &mut cpu.engine;

@@ -22,6 +22,10 @@ pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
     let frame = &mut cpu.engine;
     let is_other_view = core::mem::take(&mut frame.is_other_view) != 0;
     if core::mem::take(&mut frame.is_other_root) != 0 {
+        let flushing = core::mem::take(&mut frame.flushing_loads);
+        if flushing != 0 {
+            bus.mmu().note_flushing_loads(cpu, flushing);
+        }
         // The root was loaded before, so nothing can refuse it.
         let _ = bus.load_root(cpu);
     }

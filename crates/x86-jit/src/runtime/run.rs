@@ -209,7 +209,7 @@ impl<B: JitBus> Jit<B> {
             frame.set_devices(bus.mmu().device_pages() as u64);
             frame.set_keys(self.session.keys.address());
             frame.set_switches(self.session.switches.address());
-            frame.set_switches_epoch(bus.mmu().switches_epoch_cell() as u64);
+            frame.set_switch_epochs(&raw const *bus.mmu().switch_epochs() as u64);
         }
         frame.wanted_root = 0;
         // SAFETY: GS addresses `cpu`, which meanwhile only the functions use that have `context`. The code at `enter`

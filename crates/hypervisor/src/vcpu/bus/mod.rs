@@ -16,7 +16,10 @@ pub(super) mod stats;
 mod steal;
 mod vapic;
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::{
+    Arc,
+    atomic::{Ordering, fence},
+};
 
 use io_bus::Space;
 use kvm_bindings::{
@@ -442,7 +445,8 @@ impl GuestBus for Bus {
         self.guest_write_msr(cpu, index, value)
     }
     fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
-        // A serializing instruction makes code written by others visible (SDM vol. 3, 9.1.3).
+        // A serializing instruction is a barrier, and makes code written by others visible (SDM vol. 3, 9.1.3, 9.3).
+        fence(Ordering::SeqCst);
         self.mmu.serialize();
         let follows = self.cpuid_follows();
         let mut registers = super::cpuid::lookup(&self.cpuid, cpu, follows, leaf, subleaf);
