@@ -23,7 +23,8 @@ const MOST: usize = 10_000;
 
 /// A bit of everything: loops, calls, indirect branches, string instructions, an interpreted one.
 fn program(a: &mut CodeAssembler) -> Result<(), IcedError> {
-    let [mut turn, mut skip, mut inner, mut on, mut end] = [(); 5].map(|()| a.create_label());
+    let [mut turn, mut skip, mut inner, mut other, mut on, mut end] =
+        [(); 6].map(|()| a.create_label());
     a.mov(r12d, TURNS)?;
     a.set_label(&mut turn)?;
     a.add(rbx, r12)?;
@@ -41,6 +42,11 @@ fn program(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.set_label(&mut inner)?;
     a.lea(rdx, qword_ptr(rdx + 1))?;
     a.loop_(inner)?;
+    a.mov(ecx, 5)?;
+    a.set_label(&mut other)?;
+    a.cmp(ecx, 3)?;
+    a.loopne(other)?;
+    a.xor(ecx, ecx)?;
     a.jrcxz(on)?;
     a.nop()?;
     a.set_label(&mut on)?;

@@ -1,4 +1,4 @@
-//! LOOP, JCXZ, JECXZ and JRCXZ. The counter is compared by the host's own JECXZ or JRCXZ, which leave flags as they are.
+//! LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ. The counter is compared by the host's own JECXZ or JRCXZ, which leave flags as they are.
 
 use iced_x86::{Code, Mnemonic};
 
@@ -17,12 +17,31 @@ impl Translator {
             // A target outside the page may be beyond CS's limit, and the counter may not change before that is known.
             return Err(Unsupported);
         }
-        let counts = d.i.mnemonic() == Mnemonic::Loop;
+        let zero = match d.i.mnemonic() {
+            Mnemonic::Loope => Some(cc::E),
+            Mnemonic::Loopne => Some(cc::NE),
+            _ => None,
+        };
+        let counts = zero.is_some() || d.i.mnemonic() == Mnemonic::Loop;
         let is_short = matches!(
             d.i.code(),
-            Code::Loop_rel8_16_CX | Code::Loop_rel8_32_CX | Code::Jcxz_rel8_16 | Code::Jcxz_rel8_32
+            Code::Loop_rel8_16_CX
+                | Code::Loop_rel8_32_CX
+                | Code::Loope_rel8_16_CX
+                | Code::Loope_rel8_32_CX
+                | Code::Loopne_rel8_16_CX
+                | Code::Loopne_rel8_32_CX
+                | Code::Jcxz_rel8_16
+                | Code::Jcxz_rel8_32
         );
-        let is_wide = matches!(d.i.code(), Code::Loop_rel8_64_RCX | Code::Jrcxz_rel8_64);
+        let is_wide = matches!(
+            d.i.code(),
+            Code::Loop_rel8_64_RCX
+                | Code::Loope_rel8_64_RCX
+                | Code::Loopne_rel8_64_RCX
+                | Code::Jrcxz_rel8_64
+        );
+        let zero = zero.map(|condition| self.condition(condition));
         let a = &mut self.asm;
         if counts {
             if is_short {
@@ -30,6 +49,7 @@ impl Translator {
             }
             a.rm(is_wide, &[0x8d], RCX, at(RCX, -1)); // lea
         }
+        let ends = zero.map(|condition| a.jcc(condition ^ 1));
         // How far JECXZ jumps if what is left of the counter is zero.
         let onward = match (counts, is_short) {
             (true, false) => JMP,
@@ -62,6 +82,10 @@ impl Translator {
             }
             a.jmp()
         };
+        if let Some(ends) = ends {
+            let here = a.here();
+            a.patch(ends, here);
+        }
         let live = self.state.flags.is_register();
         self.state
             .tally

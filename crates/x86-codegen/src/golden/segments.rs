@@ -76,4 +76,11 @@ pub(super) const SEGMENTS: &[Case] = &[
         a.loop_(again)?;
         a.hlt()
     }),
+    case("a loop in real mode until the result is zero", REAL, |a| {
+        let mut again = a.create_label();
+        a.set_label(&mut again)?;
+        a.test(ax, bx)?;
+        a.loopne(again)?;
+        a.hlt()
+    }),
 ];

@@ -52,6 +52,8 @@ impl Builder<'_> {
                     Code::Jrcxz_rel8_64,
                     Code::Loop_rel8_64_RCX,
                     Code::Loope_rel8_64_RCX,
+                    Code::Loopne_rel8_64_RCX,
+                    Code::Loopne_rel8_64_ECX,
                 ]);
                 return single(branch(code), ahead);
             }

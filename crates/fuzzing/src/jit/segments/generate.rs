@@ -224,11 +224,23 @@ impl Builder<'_> {
             1 => [C::Jmp_rel16, C::Jmp_rel32_32][usize::from(wide)],
             2 => {
                 to = n.saturating_sub(self.r.below(4) as usize);
-                match (self.bits, self.r.one_in(2)) {
-                    (32, true) => C::Loop_rel8_32_ECX,
-                    (32, false) => C::Loop_rel8_32_CX,
-                    (_, true) => C::Loop_rel8_16_CX,
-                    (_, false) => C::Loop_rel8_16_ECX,
+                match self.bits {
+                    32 => self.r.pick(&[
+                        C::Loop_rel8_32_ECX,
+                        C::Loop_rel8_32_CX,
+                        C::Loope_rel8_32_ECX,
+                        C::Loope_rel8_32_CX,
+                        C::Loopne_rel8_32_ECX,
+                        C::Loopne_rel8_32_CX,
+                    ]),
+                    _ => self.r.pick(&[
+                        C::Loop_rel8_16_CX,
+                        C::Loop_rel8_16_ECX,
+                        C::Loope_rel8_16_CX,
+                        C::Loope_rel8_16_ECX,
+                        C::Loopne_rel8_16_CX,
+                        C::Loopne_rel8_16_ECX,
+                    ]),
                 }
             }
             3 => match self.bits {
@@ -268,7 +280,7 @@ impl Builder<'_> {
             to: Some(to),
             ..Element::default()
         };
-        if matches!(i.mnemonic(), M::Loop) {
+        if matches!(i.mnemonic(), M::Loop | M::Loope | M::Loopne) {
             e.code.push(mov32(R::ECX, 1 + self.r.below(3) as u32));
             // The counter is set before this element, which is a loop of one element.
             e.to = Some(n + 1);

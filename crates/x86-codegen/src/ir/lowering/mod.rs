@@ -261,7 +261,9 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         M::Call if matches!(code, Code::Call_rel32_64 | Code::Call_rel32_32) => Lowering::Call,
         M::Call if matches!(code, Code::Call_rm64 | Code::Call_rm32) => Lowering::CallIndirect,
         M::Ret if is_near_return(code) => Lowering::Ret,
-        M::Loop | M::Jcxz | M::Jecxz | M::Jrcxz if is_counted(code) => Lowering::Counted,
+        M::Loop | M::Loope | M::Loopne | M::Jcxz | M::Jecxz | M::Jrcxz if is_counted(code) => {
+            Lowering::Counted
+        }
         _ if is_jcc(code) => Lowering::Jcc,
         M::Cmpxchg16b => Lowering::CopyAligned,
         M::Mov
@@ -325,6 +327,14 @@ fn is_counted(code: Code) -> bool {
             | Code::Loop_rel8_32_ECX
             | Code::Loop_rel8_64_ECX
             | Code::Loop_rel8_64_RCX
+            | Code::Loope_rel8_32_CX
+            | Code::Loope_rel8_32_ECX
+            | Code::Loope_rel8_64_ECX
+            | Code::Loope_rel8_64_RCX
+            | Code::Loopne_rel8_32_CX
+            | Code::Loopne_rel8_32_ECX
+            | Code::Loopne_rel8_64_ECX
+            | Code::Loopne_rel8_64_RCX
             | Code::Jcxz_rel8_32
             | Code::Jecxz_rel8_32
             | Code::Jecxz_rel8_64
