@@ -13,7 +13,7 @@ use iced_x86::code_asm::*;
 use long_mode::{Machine, start};
 
 const CODE: u64 = 0x1000;
-const ROUNDS: u64 = 10_000;
+const ROUNDS: u64 = 5_000;
 /// For each vCPU, a flag for the round that it has come to.
 const ARRIVED: u64 = 0x8000;
 /// For each vCPU, the words that it stores, and those of the other's that it loads: 16 bytes a round.
@@ -34,6 +34,7 @@ fn program(instruction: Instruction) -> Vec<u8> {
         a.lea(r9, qword_ptr(r8 + 1))?;
         a.mov(qword_ptr(rsi + ARRIVED as i32), r9)?;
         a.set_label(&mut wait)?;
+        a.pause()?;
         a.cmp(qword_ptr(rdi + ARRIVED as i32), r9)?;
         a.jb(wait)?;
         a.mov(r10, r8)?;
@@ -113,9 +114,6 @@ fn one_of_two_sees_the_others_store() {
     for (name, instruction) in instructions {
         assert_eq!(unseen(instruction), 0, "{name}");
     }
-}
-
-#[test]
-fn on_the_interpreter_too() {
+    // Not beside this: vCPUs that wait for each other need processors.
     engines::again_on("interp");
 }

@@ -2,6 +2,7 @@
 //! memory. Generated code does that too, at loads of CR3 that flush.
 
 use core::mem::offset_of;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use guest_memory::HostWord;
 use x86_defs::paging::{A, D};
@@ -53,8 +54,9 @@ impl Word {
 struct Head {
     first: u64,
     end: u64,
-    /// Comparisons until [`Words::take_use`] says that there were many. With 0, only Rust compares.
-    uses_left: u32,
+    /// Comparisons until [`Words::take_use`] says that there were many. With 0, only Rust compares. (Atomic, as generated
+    /// code writes it by the address alone; both are on one thread.)
+    uses_left: AtomicU32,
 }
 
 /// Offset of the address of the first word in what [`Front::compared`](crate::Front::compared) returns.
@@ -104,7 +106,7 @@ impl Words {
     /// Forgets all words.
     pub(crate) fn clear(&mut self) {
         self.all.clear();
-        self.head.uses_left = USES;
+        self.set_uses(USES);
         self.publish();
     }
 
@@ -129,22 +131,19 @@ impl Words {
     }
 
     /// From now on generated code does not compare the words, as they are not all.
-    pub(crate) fn are_not_all(&mut self) {
-        self.head.uses_left = 0;
+    pub(crate) fn are_not_all(&self) {
+        self.set_uses(0);
     }
 
     /// Counts a comparison. Returns true if there were many since this was said last.
-    pub(crate) fn take_use(&mut self) -> bool {
-        match self.head.uses_left.checked_sub(1) {
-            Some(left) => {
-                self.head.uses_left = left;
-                false
-            }
-            None => {
-                self.head.uses_left = USES;
-                true
-            }
-        }
+    pub(crate) fn take_use(&self) -> bool {
+        let left = self.head.uses_left.load(Ordering::Relaxed);
+        self.set_uses(left.checked_sub(1).unwrap_or(USES));
+        left == 0
+    }
+
+    fn set_uses(&self, left: u32) {
+        self.head.uses_left.store(left, Ordering::Relaxed);
     }
 
     /// Returns true if no word has changed in memory. (Without branches, as that is the usual case.)
