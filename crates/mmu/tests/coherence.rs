@@ -571,6 +571,45 @@ fn roots_that_come_back_catch_up() {
     }
 }
 
+/// Loads that flush are flushes of the PCID, also where generated code has made them and only says so: what they leave
+/// behind catches up even if it is selected without a flush.
+#[test]
+fn loads_by_generated_code_flush() {
+    let mut w = World::new(false, Policy::Shadow);
+    w.m.cpu.rflags |= rflags::AC;
+    let read = |w: &mut World| {
+        w.m.mmu.select_view(&w.m.cpu);
+        let gva = GVAS[1];
+        w.m.mmu
+            .read::<u64>(&mut w.m.cpu, gva, Privilege::Current)
+            .unwrap()
+    };
+    let load = |w: &mut World, root: usize, flushing: u64| {
+        w.root = root;
+        w.m.cpu.cr3 = ROOTS[root];
+        if flushing != 0 {
+            w.m.mmu.front().note_flushing_loads(&w.m.cpu, flushing);
+        }
+        w.m.mmu.load_root(&mut w.m.cpu).unwrap();
+    };
+    for root in [0, 1, 0] {
+        w.m.cpu.cr3 = ROOTS[root];
+        w.m.mmu.load_cr3(&mut w.m.cpu, true).unwrap();
+        assert_eq!(read(&mut w), 1);
+    }
+    let before = w.m.mmu.stats();
+    let at = w.entry(GVAS[1], 1);
+    w.m.poke(at, 8, (DATA + 0x9000) | P | RW | US);
+    load(&mut w, 1, 3);
+    assert_eq!(read(&mut w), 1);
+    let between = w.m.mmu.stats();
+    assert_eq!(between.flushes - before.flushes, 3);
+    // Generated code has compared that context.
+    assert_eq!(between.catch_ups, before.catch_ups);
+    load(&mut w, 0, 0);
+    assert_eq!(read(&mut w), 9);
+}
+
 /// A context that has lost its tables is given back what is unchanged, and nothing else.
 #[test]
 fn contexts_without_tables_walk_for_what_has_changed() {
