@@ -11,7 +11,7 @@ use std::thread;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
 use iced_x86::code_asm::*;
-use long_mode::{Machine, start};
+use long_mode::{Machine, counted, start};
 use vm_memory::{Bytes, GuestAddress};
 
 const CODE: u64 = 0x1000;
@@ -284,22 +284,6 @@ impl Model {
         }
         program
     }
-}
-
-/// How far these counters get while `f` does something.
-fn counted<const N: usize>(
-    vcpu: &mut VcpuFd,
-    names: [&str; N],
-    f: impl FnOnce(&mut VcpuFd),
-) -> [u64; N] {
-    let read = |vcpu: &VcpuFd| {
-        let all = vcpu.statistics().unwrap();
-        names.map(|name| all.iter().find(|(n, _)| *n == name).unwrap().1)
-    };
-    let before = read(vcpu);
-    f(vcpu);
-    let after = read(vcpu);
-    core::array::from_fn(|n| after[n] - before[n])
 }
 
 /// Runs a program so many times, and compares what it reads with the model.

@@ -15,7 +15,7 @@ use guest::{Ram, add_slot, set_msr};
 use iced_x86::code_asm::*;
 use kvm_abi::numbers::KVM_SET_NR_MMU_PAGES;
 use kvm_bindings::*;
-use long_mode::{Machine, PML4, start};
+use long_mode::{Machine, PML4, counted, start};
 use vm_memory::{Bytes, GuestAddress};
 
 const ROOT_CACHE: u32 = 0x616b_0001;
@@ -201,22 +201,6 @@ fn switches(vcpu: &mut VcpuFd, roots: u64, rounds: u64) -> u64 {
     });
     assert_eq!(port, 0x80);
     regs.r8
-}
-
-/// How far these counters get while `f` does something.
-fn counted<const N: usize>(
-    vcpu: &mut VcpuFd,
-    names: [&str; N],
-    f: impl FnOnce(&mut VcpuFd),
-) -> [u64; N] {
-    let read = |vcpu: &VcpuFd| {
-        let all = vcpu.statistics().unwrap();
-        names.map(|name| all.iter().find(|(n, _)| *n == name).unwrap().1)
-    };
-    let before = read(vcpu);
-    f(vcpu);
-    let after = read(vcpu);
-    core::array::from_fn(|n| after[n] - before[n])
 }
 
 #[test]

@@ -132,3 +132,19 @@ pub(crate) fn start(vcpu: &VcpuFd, rip: u64) {
     };
     vcpu.set_regs(&regs).unwrap();
 }
+
+/// How far these counters get while `f` does something.
+pub(crate) fn counted<const N: usize>(
+    vcpu: &mut VcpuFd,
+    names: [&str; N],
+    f: impl FnOnce(&mut VcpuFd),
+) -> [u64; N] {
+    let read = |vcpu: &VcpuFd| {
+        let all = vcpu.statistics().unwrap();
+        names.map(|name| all.iter().find(|(n, _)| *n == name).unwrap().1)
+    };
+    let before = read(vcpu);
+    f(vcpu);
+    let after = read(vcpu);
+    core::array::from_fn(|n| after[n] - before[n])
+}
