@@ -5,6 +5,7 @@
 
 mod engines;
 mod long_mode;
+mod random;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -12,6 +13,7 @@ use std::thread;
 use anykvm_ioctls::{VcpuExit, VcpuFd};
 use iced_x86::code_asm::*;
 use long_mode::{Machine, counted, start};
+use random::Random;
 use vm_memory::{Bytes, GuestAddress};
 
 const CODE: u64 = 0x1000;
@@ -39,19 +41,6 @@ const CALL: u64 = 4;
 const INVALIDATE: u64 = 5;
 /// Toggles EFER.NXE, which flushes nothing and leads to other translations of the same root.
 const TOGGLE: u64 = 6;
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ z >> 31) % n
-    }
-}
 
 fn root(n: u64) -> u64 {
     ROOTS + n * 0x5000

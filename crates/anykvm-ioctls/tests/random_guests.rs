@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod guest;
+mod random;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,6 +17,7 @@ use std::time::{Duration, Instant};
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VcpuStopper, VmFd};
 use guest::Ram;
 use kvm_bindings::*;
+use random::Random;
 
 const PAGE: u64 = 4096;
 /// RAM of a guest, from address 0.
@@ -26,28 +28,6 @@ const SEEDS: u64 = 10_000;
 const RUNS: u32 = 24;
 /// A guest that computes is stopped this often.
 const TICK: Duration = Duration::from_micros(500);
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-    fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-    fn one_in(&mut self, n: u64) -> bool {
-        self.below(n) == 0
-    }
-    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
-        from[self.below(from.len() as u64) as usize]
-    }
-}
 
 /// Beginnings of instructions that reach far; random operands follow.
 const FAR_REACHING: &[&[u8]] = &[

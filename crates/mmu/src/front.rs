@@ -174,9 +174,9 @@ impl Front<'_> {
         &self.0.switch_epochs
     }
 
-    /// Returns the address of what says which entries of guest tables the current context depends on ([`crate::compared`]);
-    /// `None` if a load of its root that flushes has more to do than to compare these. It stays while
-    /// [`SwitchEpochs::flushing`] is unchanged.
+    /// Returns the address of the current context's list of entries of guest tables ([`crate::compared`]). The list stays
+    /// there while [`SwitchEpochs::flushing`] is unchanged. `None`: a load that flushes has more to do than to compare
+    /// entries.
     pub fn compared(&self) -> Option<u64> {
         self.0.compared()
     }

@@ -476,7 +476,7 @@ pub(crate) fn select_tag(a: &mut Asm) -> usize {
     a.jcc(cc::NE)
 }
 
-fn condition_bits(c: iced_x86::ConditionCode) -> Option<u8> {
+pub(super) fn condition_bits(c: iced_x86::ConditionCode) -> Option<u8> {
     use iced_x86::ConditionCode as C;
     Some(match c {
         C::o => 0,

@@ -1,8 +1,7 @@
-//! LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ. The counter is compared by the host's own JECXZ or JRCXZ, which leave flags as they are.
+//! LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ. The counter is compared by the host's own JECXZ or JRCXZ, which leave flags
+//! as they are.
 
-use iced_x86::{Code, Mnemonic};
-
-use super::{Emit, Translator, Unsupported};
+use super::{Emit, Translator, Unsupported, branch::condition_bits};
 use crate::{asm::*, frame::words::*, ir::branch::target, ir::decoded::Decoded};
 
 /// Lengths of `jmp rel32`, of `jmp rel8`, and of a move between two registers of 64 bits, in bytes.
@@ -17,31 +16,12 @@ impl Translator {
             // A target outside the page may be beyond CS's limit, and the counter may not change before that is known.
             return Err(Unsupported);
         }
-        let zero = match d.i.mnemonic() {
-            Mnemonic::Loope => Some(cc::E),
-            Mnemonic::Loopne => Some(cc::NE),
-            _ => None,
-        };
-        let counts = zero.is_some() || d.i.mnemonic() == Mnemonic::Loop;
-        let is_short = matches!(
-            d.i.code(),
-            Code::Loop_rel8_16_CX
-                | Code::Loop_rel8_32_CX
-                | Code::Loope_rel8_16_CX
-                | Code::Loope_rel8_32_CX
-                | Code::Loopne_rel8_16_CX
-                | Code::Loopne_rel8_32_CX
-                | Code::Jcxz_rel8_16
-                | Code::Jcxz_rel8_32
-        );
-        let is_wide = matches!(
-            d.i.code(),
-            Code::Loop_rel8_64_RCX
-                | Code::Loope_rel8_64_RCX
-                | Code::Loopne_rel8_64_RCX
-                | Code::Jrcxz_rel8_64
-        );
-        let zero = zero.map(|condition| self.condition(condition));
+        let code = d.i.code();
+        let counts = !code.is_jcx_short();
+        let size = code.op_code().address_size();
+        let (is_short, is_wide) = (size == 16, size == 64);
+        // LOOPE and LOOPNE have a condition besides the counter.
+        let condition = condition_bits(code.condition_code()).map(|c| self.condition(c));
         let a = &mut self.asm;
         if counts {
             if is_short {
@@ -49,7 +29,7 @@ impl Translator {
             }
             a.rm(is_wide, &[0x8d], RCX, at(RCX, -1)); // lea
         }
-        let ends = zero.map(|condition| a.jcc(condition ^ 1));
+        let ends = condition.map(|c| a.jcc(c ^ 1));
         // How far JECXZ jumps if what is left of the counter is zero.
         let onward = match (counts, is_short) {
             (true, false) => JMP,

@@ -9,9 +9,6 @@ use crate::{
     ir::mode::Mode,
 };
 
-/// Registers that [`change_root`] needs, apart from those that hold nothing of the guest's.
-const SAVED: [Reg; 4] = [RAX, RCX, RDX, RSI];
-
 /// Emits a load of CR3 with r14 that goes on with the tables that the same load led to before, if nothing has changed
 /// that the entry depends on. Otherwise jumps to `bail`, where the interpreter executes the instruction at the offset
 /// r13d. `move_to_tables` emits what goes on with the tables at r14, and may change r13.
@@ -20,9 +17,8 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     // A load of CR3 is a barrier, and guests use it as one: lock or dword [rsp], 0.
     a.bytes(&[0xf0, 0x83, 0x0c, 0x24, 0x00]);
     a.store(gs(WANTED_ROOT), S0);
-    for r in SAVED {
-        push(a, r);
-    }
+    push(a, RAX);
+    push(a, RCX);
     a.imul(false, RAX, S0, HASH.cast_signed());
     a.shift(false, 5, RAX, (u32::BITS - BITS) as u8);
     a.shift(false, 4, RAX, switches::SHIFT);
@@ -38,23 +34,28 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.alu(false, Alu::Xor, RCX, at(RAX, switches::KEY));
     a.shift(false, 4, RCX, (u32::BITS - Mode::WIDTH) as u8);
     unknown.push(a.jcc(cc::NE));
-    a.load(RDX, gs(SWITCH_EPOCHS));
-    a.load(RCX, at(RAX, switches::KEPT));
+    let vouches = |a: &mut Asm, number: i32| {
+        a.load(RCX, gs(SWITCH_EPOCHS));
+        a.load(RCX, at(RCX, number));
+        a.alu(true, Alu::Cmp, RCX, at(RAX, switches::EPOCH));
+        let has_changed = a.jcc(cc::NE);
+        a.load(RCX, at(RAX, switches::KEPT));
+        has_changed
+    };
     a.rr(true, &[0x85], S0, S0); // test
     let flushes = a.jcc(cc::NS);
-    a.load(RDX, at(RDX, SwitchEpochs::KEEPING));
-    a.alu(true, Alu::Cmp, RDX, at(RAX, switches::EPOCH));
-    unknown.push(a.jcc(cc::NE));
+    unknown.push(vouches(a, SwitchEpochs::KEEPING));
     a.alu_mem_imm8(false, Alu::Cmp, at(RCX, 0), 1);
     unknown.push(a.jcc(cc::NE));
     let kept = a.jmp();
 
     let here = a.here();
     a.patch(flushes, here);
-    a.load(RDX, at(RDX, SwitchEpochs::FLUSHING));
-    a.alu(true, Alu::Cmp, RDX, at(RAX, switches::EPOCH));
-    unknown.push(a.jcc(cc::NE));
-    compare(a, &mut unknown);
+    unknown.push(vouches(a, SwitchEpochs::FLUSHING));
+    a.alu_mem_imm8(false, Alu::Cmp, at(RCX, compared::USES_LEFT), 0);
+    unknown.push(a.jcc(cc::E));
+    unknown.push(compare(a));
+    a.alu_mem_imm8(false, Alu::Sub, at(RCX, compared::USES_LEFT), 1);
     a.alu_mem_imm8(true, Alu::Add, gs(FLUSHING_LOADS), 1);
     let here = a.here();
     a.patch(kept, here);
@@ -77,26 +78,26 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     for view in VIEWS {
         a.store_imm(gs(view), 0);
     }
-    for r in SAVED.into_iter().rev() {
-        pop(a, r);
-    }
+    pop(a, RCX);
+    pop(a, RAX);
     a.ret();
 
     let here = a.here();
     unknown.into_iter().for_each(|from| a.patch(from, here));
-    for r in SAVED.into_iter().rev() {
-        pop(a, r);
-    }
+    pop(a, RCX);
+    pop(a, RAX);
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(bail);
     place
 }
 
-/// Emits the comparison of the words of guest tables that rcx says ([`mmu::compared`]) with memory. Jumps to `unknown` if
-/// one has changed, or if Rust is to compare them. Changes rdx and rsi.
-fn compare(a: &mut Asm, unknown: &mut Vec<usize>) {
-    a.alu_mem_imm8(false, Alu::Cmp, at(RCX, compared::USES_LEFT), 0);
-    unknown.push(a.jcc(cc::E));
+/// Emits the comparison of the words of guest tables that rcx says ([`mmu::compared`]) with memory. Returns the jump that
+/// is taken if one has changed.
+fn compare(a: &mut Asm) -> usize {
+    push(a, RDX);
+    push(a, RSI);
+    // What is left is the difference of the last word that was compared.
+    a.alu_rr(false, Alu::Xor, RSI, RSI);
     a.load(RDX, at(RCX, compared::FIRST));
     let next = a.here();
     a.alu(true, Alu::Cmp, RDX, at(RCX, compared::END));
@@ -105,12 +106,16 @@ fn compare(a: &mut Asm, unknown: &mut Vec<usize>) {
     a.load(RSI, at(RSI, 0));
     a.alu(true, Alu::Xor, RSI, at(RDX, compared::VALUE));
     a.alu(true, Alu::And, RSI, at(RDX, compared::MASK));
-    unknown.push(a.jcc(cc::NE));
+    let differs = a.jcc(cc::NE);
     a.alu_imm(true, Alu::Add, RDX, compared::SIZE.into());
     a.jmp_to(next);
     let here = a.here();
     a.patch(end, here);
-    a.alu_mem_imm8(false, Alu::Sub, at(RCX, compared::USES_LEFT), 1);
+    a.patch(differs, here);
+    a.rr(true, &[0x85], RSI, RSI); // test
+    pop(a, RSI);
+    pop(a, RDX);
+    a.jcc(cc::NE)
 }
 
 /// Loads the salt and the number of a key that generated code goes on with from two words of a table. Changes `by`.

@@ -20,19 +20,12 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
         C::Call_rm16 => Lowering::CallIndirect,
         C::Retnw | C::Retnw_imm16 => Lowering::Ret,
         C::Lea_r16_m => Lowering::Lea,
-        C::Loop_rel8_16_CX
-        | C::Loop_rel8_16_ECX
-        | C::Loope_rel8_16_CX
-        | C::Loope_rel8_16_ECX
-        | C::Loopne_rel8_16_CX
-        | C::Loopne_rel8_16_ECX
-        | C::Jcxz_rel8_16
-        | C::Jecxz_rel8_16 => Lowering::Counted,
         C::Mov_Sreg_rm16 | C::Mov_Sreg_r32m16 => Lowering::ToSegment,
         C::Pushw_ES | C::Pushw_CS | C::Pushw_SS | C::Pushw_DS | C::Pushw_FS | C::Pushw_GS => {
             Lowering::PushSegment
         }
         C::Popw_ES | C::Popw_SS | C::Popw_DS | C::Popw_FS | C::Popw_GS => Lowering::PopSegment,
+        _ if super::is_counted(code) => Lowering::Counted,
         _ if code.is_jcc_short_or_near() => Lowering::Jcc,
         _ => match kind {
             Lowering::String => Lowering::Element,

@@ -261,9 +261,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         M::Call if matches!(code, Code::Call_rel32_64 | Code::Call_rel32_32) => Lowering::Call,
         M::Call if matches!(code, Code::Call_rm64 | Code::Call_rm32) => Lowering::CallIndirect,
         M::Ret if is_near_return(code) => Lowering::Ret,
-        M::Loop | M::Loope | M::Loopne | M::Jcxz | M::Jecxz | M::Jrcxz if is_counted(code) => {
-            Lowering::Counted
-        }
+        _ if is_counted(code) && i.op0_kind() != OpKind::NearBranch16 => Lowering::Counted,
         _ if is_jcc(code) => Lowering::Jcc,
         M::Cmpxchg16b => Lowering::CopyAligned,
         M::Mov
@@ -319,27 +317,9 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
     }
 }
 
-/// Returns true for LOOP, JCXZ and their kin with a target of 32 or 64 bits.
+/// Returns true for LOOP, JCXZ and their kin.
 fn is_counted(code: Code) -> bool {
-    matches!(
-        code,
-        Code::Loop_rel8_32_CX
-            | Code::Loop_rel8_32_ECX
-            | Code::Loop_rel8_64_ECX
-            | Code::Loop_rel8_64_RCX
-            | Code::Loope_rel8_32_CX
-            | Code::Loope_rel8_32_ECX
-            | Code::Loope_rel8_64_ECX
-            | Code::Loope_rel8_64_RCX
-            | Code::Loopne_rel8_32_CX
-            | Code::Loopne_rel8_32_ECX
-            | Code::Loopne_rel8_64_ECX
-            | Code::Loopne_rel8_64_RCX
-            | Code::Jcxz_rel8_32
-            | Code::Jecxz_rel8_32
-            | Code::Jecxz_rel8_64
-            | Code::Jrcxz_rel8_64
-    )
+    code.is_loop() || code.is_loopcc() || code.is_jcx_short()
 }
 
 /// Returns true for RET with an address of the mode's full size.
