@@ -79,7 +79,7 @@ fn unseen(instruction: Instruction) -> usize {
 
 #[test]
 fn one_of_two_sees_the_others_store() {
-    let instructions: [(&str, Instruction); 6] = [
+    let instructions: [(&str, Instruction); 10] = [
         ("mov cr3", |a| {
             a.mov(rax, cr3)?;
             a.mov(cr3, rax)
@@ -108,6 +108,22 @@ fn one_of_two_sees_the_others_store() {
             a.mov(eax, 0x500)?;
             a.xor(edx, edx)?;
             a.wrmsr()
+        }),
+        ("mov cr0", |a| {
+            a.mov(rax, cr0)?;
+            a.mov(cr0, rax)
+        }),
+        ("mov cr4", |a| {
+            a.mov(rax, cr4)?;
+            a.mov(cr4, rax)
+        }),
+        ("mov dr6", |a| {
+            a.mov(rax, dr6)?;
+            a.mov(dr6, rax)
+        }),
+        ("lidt", |a| {
+            a.sidt(ptr(rsp - 16))?;
+            a.lidt(ptr(rsp - 16))
         }),
         ("mfence", |a| a.mfence()),
     ];

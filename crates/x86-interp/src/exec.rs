@@ -4,6 +4,8 @@
 //! alignment, vol. 3, 6.15 #AC) and then through the bus. The common case takes one mask test and one comparison:
 //! [`Exec::refresh`] says what these stand for.
 
+use core::sync::atomic::{Ordering, fence};
+
 use x86_cpu::{Access, BreakpointKind, CpuState, Exception, Fault, GuestBus, Privilege, Word};
 use x86_defs::{
     control::{cr0, cr4},
@@ -187,6 +189,13 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     #[inline]
     pub fn sync_flags(&mut self) {
         self.cpu.rflags = self.rflags();
+    }
+
+    /// Ends a serialising instruction: it is a barrier (SDM vol. 3, 9.3). Instructions are executed in order, so nothing
+    /// else is left to do.
+    #[inline]
+    pub(crate) fn serialize(&self) {
+        fence(Ordering::SeqCst);
     }
 
     /// Reads a general register as `T`; with `u8`, numbers from 32 are AH, CH, DH, BH.

@@ -9,13 +9,18 @@ use crate::{
     ir::mode::Mode,
 };
 
+/// Emits the barrier that a serialising instruction is (SDM vol. 3, 9.3): lock or dword [rsp], 0. Changes flags.
+pub(super) fn serialize(a: &mut Asm) {
+    a.bytes(&[0xf0, 0x83, 0x0c, 0x24, 0x00]);
+}
+
 /// Emits a load of CR3 with r14 that goes on with the tables that the same load led to before, if nothing has changed
 /// that the entry depends on. Otherwise jumps to `bail`, where the interpreter executes the instruction at the offset
 /// r13d. `move_to_tables` emits what goes on with the tables at r14, and may change r13.
 pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)) -> usize {
     let place = a.here();
-    // A load of CR3 is a barrier, and guests use it as one: lock or dword [rsp], 0.
-    a.bytes(&[0xf0, 0x83, 0x0c, 0x24, 0x00]);
+    // Guests use a load of CR3 as a barrier.
+    serialize(a);
     a.store(gs(WANTED_ROOT), S0);
     push(a, RAX);
     push(a, RCX);

@@ -8,7 +8,7 @@ use x86_defs::{
 
 use crate::{
     asm::*,
-    codegen::switches::become_key,
+    codegen::switches::{become_key, serialize},
     frame::keys,
     frame::requests::{OTHER_MODE, SAME_KEY},
     frame::state::{MXCSR_FREE, X87_MASKED, X87_PENDING},
@@ -41,6 +41,7 @@ pub(super) fn change_access(a: &mut Asm, set: bool, otherwise: usize) -> usize {
 /// code does not count what is retired.
 pub(super) fn change_cr0(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     let place = a.here();
+    serialize(a);
     push(a, RAX);
     a.mov(RAX, S0);
     a.alu(true, Alu::Xor, RAX, gs(CR0));

@@ -32,10 +32,6 @@ fn flush_line<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         .probe(ex.cpu, gva, 1, Access::Read, Privilege::Current)?;
     Ok(Flow::Next)
 }
-fn serialize<B: GuestBus>(_: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
-    fence(Ordering::SeqCst);
-    Ok(Flow::EndBlock)
-}
 fn random<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let v = ex.bus.random();
     ex.reg_write(insn.dst, T::from_u64(v));
@@ -184,11 +180,10 @@ pub(crate) fn select<B: GuestBus>(i: &Instruction, insn: &mut Insn<B>) -> Option
         | M::Cldemote
         | M::Rdsspd
         | M::Rdsspq
-        | M::Lfence
-        | M::Sfence => nop::<B>,
+        | M::Lfence => nop::<B>,
         M::Pause => pause::<B>,
-        M::Mfence => mfence::<B>,
-        M::Serialize => serialize::<B>,
+        // SFENCE waits for non-temporal stores, which are made as such.
+        M::Mfence | M::Sfence => mfence::<B>,
         M::Clflush | M::Clflushopt | M::Clwb => flush_line::<B>,
         M::Rdrand | M::Rdseed => return sized!(size, random),
         M::Clc => clc::<B>,

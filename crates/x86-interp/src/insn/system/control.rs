@@ -69,8 +69,10 @@ fn write_cr<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
                 return gp0();
             }
             ex.bus.set_task_priority(ex.cpu, v as u8);
+            return Ok(Flow::EndBlock);
         }
     }
+    ex.serialize();
     Ok(Flow::EndBlock)
 }
 
@@ -236,6 +238,7 @@ fn lmsw<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let v = u64::from(v) & 0xf | ex.cpu.cr0 & cr0::PE;
     let merged = ex.cpu.cr0 & !0xf | v;
     write_cr0(ex, merged)?;
+    ex.serialize();
     Ok(Flow::EndBlock)
 }
 

@@ -62,5 +62,6 @@ fn write<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         7 => ex.cpu.dr7 = v & dr::DR7_WRITABLE | dr::DR7_FIXED1,
         n => ex.cpu.dr[usize::from(n) & 3] = v,
     }
+    ex.serialize();
     Ok(Flow::EndBlock)
 }

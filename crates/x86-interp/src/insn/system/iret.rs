@@ -51,6 +51,7 @@ fn iret<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, size: u8) -> Step {
     result?;
     ex.cpu.update_mode();
     ex.bus.select_view(ex.cpu);
+    ex.serialize();
     Ok(Flow::Jump)
 }
 

@@ -41,6 +41,7 @@ fn cpuid<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     ex.cpu.gpr[reg::RBX] = b;
     ex.cpu.gpr[reg::RCX] = c;
     ex.cpu.gpr[reg::RDX] = d;
+    ex.serialize();
     Ok(Flow::Next)
 }
 
@@ -57,6 +58,7 @@ fn wrmsr<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     let index = ex.cpu.gpr[reg::RCX] as u32;
     let v = edx_eax(ex);
     ex.bus.write_msr(ex.cpu, index, v)?;
+    ex.serialize();
     Ok(Flow::EndBlock)
 }
 
@@ -114,6 +116,7 @@ fn invlpg<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     if ex.cpu.is_canonical(gva) {
         ex.bus.flush(ex.cpu, Flush::Page(gva));
     }
+    ex.serialize();
     Ok(Flow::EndBlock)
 }
 
@@ -140,6 +143,7 @@ fn invpcid<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         _ => return Err(Exception::GP0.into()),
     };
     ex.bus.flush(ex.cpu, what);
+    ex.serialize();
     Ok(Flow::EndBlock)
 }
 
@@ -150,12 +154,14 @@ fn rsm<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     ex.sync_flags();
     smm::leave(ex.cpu, ex.bus)?;
     ex.flags.set(ex.cpu.rflags);
+    ex.serialize();
     Ok(Flow::Jump)
 }
 
 /// WBINVD and INVD: there is no cache to write back or invalidate.
 fn cache_control<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     ex.require_cpl0()?;
+    ex.serialize();
     Ok(Flow::Next)
 }
 
@@ -195,7 +201,7 @@ fn hypercall<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, is_vmcall: bool)
     Ok(Flow::EndBlock)
 }
 
-/// SERIALIZE: instructions are executed in order, so nothing is left to serialize.
-fn serialize<B: GuestBus>(_: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
-    Ok(Flow::Next)
+fn serialize<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
+    ex.serialize();
+    Ok(Flow::EndBlock)
 }

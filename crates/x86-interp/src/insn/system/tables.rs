@@ -85,11 +85,13 @@ fn load_table<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<Descr
 
 fn lgdt<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     ex.cpu.gdtr = load_table(ex, insn)?;
+    ex.serialize();
     Ok(Flow::Next)
 }
 
 fn lidt<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     ex.cpu.idtr = load_table(ex, insn)?;
+    ex.serialize();
     Ok(Flow::Next)
 }
 
@@ -131,6 +133,7 @@ fn lldt<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let selector = operand(ex, insn, insn.dst)?;
     if is_null(selector) {
         ex.cpu.ldtr = null_segment(selector, 0);
+        ex.serialize();
         return Ok(Flow::Next);
     }
     let d = system_descriptor(ex, selector)?;
@@ -143,6 +146,7 @@ fn lldt<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let d = ex.widen(d, selector, vector::GP)?;
     check_base(ex, &d)?;
     ex.cpu.ldtr = d.segment(selector);
+    ex.serialize();
     Ok(Flow::Next)
 }
 
@@ -183,6 +187,7 @@ fn ltr<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let mut tr = d.segment(selector);
     tr.attr = Attr(tr.attr.0 | 2);
     ex.cpu.tr = tr;
+    ex.serialize();
     Ok(Flow::Next)
 }
 
