@@ -129,6 +129,7 @@ pub struct EngineFrame {
     pub window: u64,
     /// Number of loads of CR3 behind [`Self::is_other_root`] that have flushed.
     pub flushing_loads: u64,
+    gathered: [[u64; 4]; 3],
 }
 
 /// A view that differs from another in PKRU alone.
@@ -205,6 +206,8 @@ impl EngineFrame {
     pub const STACK: usize = offset_of!(Self, stack);
     /// Room for YMM0 to YMM15 while Rust runs.
     pub const VECTORS: usize = offset_of!(Self, vectors);
+    /// Where a gather keeps its data, mask and indexes.
+    pub const GATHERED: usize = offset_of!(Self, gathered);
     /// Not 0 if the upper halves of these are among what is stored.
     pub const UPPERS_IN_USE: usize = offset_of!(Self, uppers_in_use);
     /// In a hoisted loop, what was left of the countdown beyond the fast iterations.

@@ -3,13 +3,14 @@
 //!
 //! Nothing of the hypervisor is in between, so a difference is the translator's or the MMU's.
 
-use iced_x86::{IcedError, code_asm::*};
+use iced_x86::{Code as C, IcedError, Instruction, MemoryOperand, Register as R, code_asm::*};
 use testkit::MmuBus;
 use x86_cpu::{CpuState, Feature, Flush, GuestBus};
 use x86_defs::{
     control::{cr0, cr4, efer},
     reg,
     segment::{Attr, Segment},
+    xsave,
 };
 use x86_interp::{Interp, RunStop};
 use x86_jit::Jit;
@@ -28,13 +29,16 @@ fn cpu() -> CpuState {
         cpl: 0,
         cr0: cr0::PE | cr0::PG | cr0::NE | cr0::MP | cr0::ET | cr0::WP,
         cr3: TABLES,
-        cr4: cr4::PAE | cr4::OSFXSR,
+        cr4: cr4::PAE | cr4::OSFXSR | cr4::OSXSAVE,
+        xcr0: xsave::X87 | xsave::SSE | xsave::AVX,
         efer: efer::LME | efer::LMA,
         rflags: 2,
         ..CpuState::default()
     };
     cpu.features.maxphyaddr = 40;
-    cpu.features.set(Feature::Cmov, true);
+    for feature in [Feature::Cmov, Feature::Xsave, Feature::Avx, Feature::Avx2] {
+        cpu.features.set(feature, true);
+    }
     for (n, s) in cpu.seg.iter_mut().enumerate() {
         *s = Segment {
             base: 0,
@@ -345,4 +349,81 @@ fn small_divisions() {
     });
     // -8 / 3 is -2, and -2 is left.
     assert_eq!(gpr[reg::RAX], 0xfefe);
+}
+
+/// Eight elements from eight pages, four of them, and two of which one is left out.
+#[test]
+fn gathers() {
+    if !std::arch::is_x86_feature_detected!("avx2") {
+        return;
+    }
+    let (gpr, _, _, data) = compare(|a| {
+        let mut again = a.create_label();
+        a.mov(rdi, DATA)?;
+        a.xor(ecx, ecx)?;
+        a.set_label(&mut again)?;
+        // 0, 1, 2, … each in a page of its own.
+        a.mov(eax, ecx)?;
+        a.shl(eax, 12)?;
+        a.mov(dword_ptr(rdi + rax + 0x400), ecx)?;
+        a.mov(dword_ptr(rdi + rcx * 4), eax)?;
+        a.inc(ecx)?;
+        a.cmp(ecx, 8)?;
+        a.jb(again)?;
+        a.mov(r14, rdi)?;
+        a.mov(ebx, 100)?;
+        let mut more = a.create_label();
+        a.set_label(&mut more)?;
+        a.vmovdqu(ymm9, ymmword_ptr(rdi))?;
+        a.vpcmpeqd(ymm2, ymm2, ymm2)?;
+        // CF stays.
+        a.stc()?;
+        let from = MemoryOperand::new(R::R14, R::YMM9, 1, 0x400, 8, false, R::None);
+        a.add_instruction(Instruction::with3(
+            C::VEX_Vpgatherdd_ymm_vm32y_ymm,
+            R::YMM11,
+            from,
+            R::YMM2,
+        )?)?;
+        a.adc(r8d, 0)?;
+        a.vmovdqu(ymmword_ptr(rdi + 0x100), ymm11)?;
+        a.vmovdqu(ymmword_ptr(rdi + 0x120), ymm2)?;
+        a.vpmovzxdq(ymm1, xmmword_ptr(rdi + 16))?;
+        a.vpcmpeqd(xmm2, xmm2, xmm2)?;
+        let from = MemoryOperand::new(R::RDI, R::YMM1, 1, 0x400, 8, false, R::None);
+        a.add_instruction(Instruction::with3(
+            C::VEX_Vpgatherqd_xmm_vm64y_xmm,
+            R::XMM3,
+            from,
+            R::XMM2,
+        )?)?;
+        a.vmovdqu(ymmword_ptr(rdi + 0x140), ymm3)?;
+        a.mov(eax, 1)?;
+        a.vmovd(xmm1, eax)?;
+        a.vpsllq(xmm2, xmm1, 63)?;
+        a.vpcmpeqd(ymm4, ymm4, ymm4)?;
+        let from = MemoryOperand::new(R::RDI, R::XMM1, 8, 0, 8, false, R::None);
+        a.add_instruction(Instruction::with3(
+            C::VEX_Vgatherqpd_xmm_vm64x_xmm,
+            R::XMM4,
+            from,
+            R::XMM2,
+        )?)?;
+        a.vmovdqu(ymmword_ptr(rdi + 0x160), ymm4)?;
+        a.dec(ebx)?;
+        a.jnz(more)?;
+        Ok(())
+    });
+    assert_eq!(gpr[8], 100);
+    let words = |at: usize| -> Vec<u32> {
+        let (words, _) = data[at..at + 32].as_chunks();
+        words.iter().copied().map(u32::from_le_bytes).collect()
+    };
+    assert_eq!(words(0x100), [0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(words(0x120), [0; 8]);
+    assert_eq!(words(0x140), [4, 5, 6, 7, 0, 0, 0, 0]);
+    assert_eq!(
+        words(0x160),
+        [0x2000, 0x3000, u32::MAX, u32::MAX, 0, 0, 0, 0]
+    );
 }

@@ -428,9 +428,7 @@ impl Builder<'_> {
             vector_index: None,
         };
         let mut i = operands.fill(code)?;
-        if operands.vector_index.is_some() && !self.r.one_in(8) {
-            return None;
-        }
+        let gathers = operands.vector_index.is_some();
         if !self.forms.exact && crate::undefined::is_model_specific(&i) {
             return None;
         }
@@ -440,7 +438,9 @@ impl Builder<'_> {
         }
         prefixes(&mut i, &mut self.r);
         let memory = (0..i.op_count()).any(|n| i.op_kind(n) == OpKind::Memory);
-        let vsib = i.memory_index().is_vector_register();
+        if gathers {
+            self.aim_gather(&mut e, &mut i);
+        }
         let r = &mut self.r;
         match i.mnemonic() {
             M::Div | M::Idiv => self.dividend(&mut e, &i),
@@ -469,7 +469,7 @@ impl Builder<'_> {
             }
             e.push(mov(R::RCX, self.r.below(24)));
         }
-        if memory && i.mnemonic() != M::Xlatb && !vsib {
+        if memory && i.mnemonic() != M::Xlatb && !gathers {
             let size = i.memory_size().size() as u64;
             let mut to = self.target(size);
             if size >= 8 && !self.r.one_in(8) {

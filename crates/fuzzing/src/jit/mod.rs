@@ -8,6 +8,7 @@
 
 mod breakpoints;
 mod elements;
+mod gathers;
 mod generate;
 mod machine;
 mod narrow;

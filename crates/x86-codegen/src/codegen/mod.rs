@@ -30,6 +30,7 @@ mod divide;
 mod element;
 mod flags;
 pub(crate) mod fp_state;
+mod gather;
 pub(crate) mod hoist;
 pub(crate) mod inline;
 mod interpret;
@@ -431,6 +432,7 @@ impl Translator {
             Lowering::Copy | Lowering::CopyFp => self.copy(d, form, false)?,
             Lowering::CopyAligned | Lowering::CopyFpAligned => self.copy(d, form, true)?,
             Lowering::BitString => self.bit_string(d)?,
+            Lowering::Gather => self.gather(d)?,
             Lowering::FromSegment => self.segment_to_general(d)?,
             Lowering::FromControl | Lowering::StoreTable => self.read_system_register(d)?,
             Lowering::SegmentBase => self.segment_base_access(d)?,

@@ -530,6 +530,7 @@ fn is_barrier(d: &Decoded) -> bool {
             | Lowering::Div
             | Lowering::Idiv
             | Lowering::BitString
+            | Lowering::Gather
             | Lowering::FromSegment
             | Lowering::Rdtsc
             | Lowering::Rdpmc

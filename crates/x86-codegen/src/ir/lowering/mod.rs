@@ -4,7 +4,7 @@
 //! on general registers, arithmetic flags, FP and SIMD registers and their one memory operand, and that can fault only
 //! through that operand: they are executed as they are, with registers renamed and the operand replaced.
 
-use iced_x86::{Code, CpuidFeature, Instruction, Mnemonic, OpKind, Register};
+use iced_x86::{Code, CpuidFeature, EncodingKind, Instruction, Mnemonic, OpKind, Register};
 use x86_native::HostFeatures;
 
 mod form;
@@ -49,6 +49,8 @@ pub enum Lowering {
     CopyAligned,
     /// BT, BTS, BTR and BTC with a register that selects a bit anywhere in memory.
     BitString,
+    /// A gather of AVX2 in 64-bit code.
+    Gather,
     /// MOV from a segment register.
     FromSegment,
     /// MOVS, STOS, LODS, SCAS, CMPS.
@@ -132,7 +134,7 @@ impl Lowering {
     pub(crate) const fn is_fp(self) -> bool {
         matches!(
             self,
-            Self::CopyFp | Self::CopyFpAligned | Self::LoadFpControl
+            Self::CopyFp | Self::CopyFpAligned | Self::Gather | Self::LoadFpControl
         )
     }
 
@@ -171,6 +173,7 @@ impl Lowering {
 pub(crate) fn of(kind: Lowering, i: &Instruction, long: bool) -> Lowering {
     match kind {
         _ if !long && !narrow::is_plain(i) => Lowering::Interpret,
+        Lowering::Gather if !long => Lowering::Interpret,
         Lowering::Copy if is_bit_string(i) => bit_string(i),
         Lowering::String if !string::is_plain(i, long) => Lowering::Interpret,
         Lowering::FromControl
@@ -306,6 +309,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Lowering::CopyFp,
         M::Ldmxcsr | M::Vldmxcsr | M::Fldcw => Lowering::LoadFpControl,
         M::Stmxcsr | M::Vstmxcsr => Lowering::CopyFp,
+        _ if is_gather(i) && host.has(CpuidFeature::AVX2) => Lowering::Gather,
         _ if x86_native::form_on(i, host).is_some() => {
             if x86_native::must_be_aligned(i) {
                 Lowering::CopyFpAligned
@@ -315,6 +319,11 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         }
         _ => Lowering::Interpret,
     }
+}
+
+/// Returns true for the gathers of AVX2.
+fn is_gather(i: &Instruction) -> bool {
+    i.code().encoding() == EncodingKind::VEX && i.is_vsib()
 }
 
 /// Returns true for LOOP, JCXZ and their kin.
