@@ -427,3 +427,41 @@ fn gathers() {
         [0x2000, 0x3000, u32::MAX, u32::MAX, 0, 0, 0, 0]
     );
 }
+
+/// Masked moves within a page, over two pages, and of nothing.
+#[test]
+fn masked_moves() {
+    if !std::arch::is_x86_feature_detected!("avx2") {
+        return;
+    }
+    let (_, _, _, data) = compare(|a| {
+        let mut again = a.create_label();
+        a.mov(rdi, DATA)?;
+        a.mov(ebx, 100)?;
+        a.mov(eax, 0x1111_1111)?;
+        a.vmovd(xmm9, eax)?;
+        a.vpbroadcastd(ymm9, xmm9)?;
+        // Elements 1, 3, 5 and 7.
+        a.vpcmpeqd(ymm10, ymm10, ymm10)?;
+        a.vpsllq(ymm10, ymm10, 32)?;
+        a.vpxor(xmm2, xmm2, xmm2)?;
+        a.set_label(&mut again)?;
+        a.vpmaskmovd(ymmword_ptr(rdi + 8), ymm10, ymm9)?;
+        a.vmaskmovpd(ymmword_ptr(rdi + 0xff0), ymm10, ymm9)?;
+        a.vmaskmovps(ymmword_ptr(rdi + 0x40), ymm2, ymm9)?;
+        a.vpmaskmovq(ymm12, ymm10, ymmword_ptr(rdi + 0xff0))?;
+        a.vmovdqu(ymmword_ptr(rdi + 0x80), ymm12)?;
+        a.vmaskmovps(xmm13, xmm10, xmmword_ptr(rdi + 8))?;
+        a.vmovdqu(ymmword_ptr(rdi + 0xa0), ymm13)?;
+        a.dec(ebx)?;
+        a.jnz(again)?;
+        Ok(())
+    });
+    let stored = [[0; 4], [0x11; 4]].as_flattened().repeat(4);
+    assert_eq!(data[8..0x28], stored);
+    assert_eq!(data[0x40..0x60], [0; 32]);
+    assert_eq!(data[0x80..0xa0], [0x11; 32]);
+    assert_eq!(data[0xa0..0xb0], stored[..16]);
+    assert_eq!(data[0xb0..0xc0], [0; 16]);
+    assert_eq!(data[0xff0..0x1010], [0x11; 32]);
+}

@@ -30,10 +30,10 @@ mod divide;
 mod element;
 mod flags;
 pub(crate) mod fp_state;
-mod gather;
 pub(crate) mod hoist;
 pub(crate) mod inline;
 mod interpret;
+mod masked;
 pub(crate) mod memory;
 pub(crate) mod misses;
 pub(crate) mod narrow;
@@ -433,6 +433,7 @@ impl Translator {
             Lowering::CopyAligned | Lowering::CopyFpAligned => self.copy(d, form, true)?,
             Lowering::BitString => self.bit_string(d)?,
             Lowering::Gather => self.gather(d)?,
+            Lowering::MaskedMove => self.masked_move(d, form)?,
             Lowering::FromSegment => self.segment_to_general(d)?,
             Lowering::FromControl | Lowering::StoreTable => self.read_system_register(d)?,
             Lowering::SegmentBase => self.segment_base_access(d)?,

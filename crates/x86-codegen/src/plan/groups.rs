@@ -531,6 +531,7 @@ fn is_barrier(d: &Decoded) -> bool {
             | Lowering::Idiv
             | Lowering::BitString
             | Lowering::Gather
+            | Lowering::MaskedMove
             | Lowering::FromSegment
             | Lowering::Rdtsc
             | Lowering::Rdpmc

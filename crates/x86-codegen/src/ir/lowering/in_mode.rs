@@ -52,7 +52,7 @@ pub(crate) fn needs(kind: Lowering, vex: bool) -> Mode {
         Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::LoadFpControl if vex => {
             Mode::FP | Mode::AVX
         }
-        Lowering::Gather => Mode::FP | Mode::AVX,
+        Lowering::Gather | Lowering::MaskedMove => Mode::FP | Mode::AVX,
         Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::LoadFpControl => Mode::FP,
         Lowering::Rdtsc => Mode::TSC,
         Lowering::Pushf

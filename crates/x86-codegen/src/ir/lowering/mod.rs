@@ -51,6 +51,8 @@ pub enum Lowering {
     BitString,
     /// A gather of AVX2 in 64-bit code.
     Gather,
+    /// A masked move of AVX in 64-bit code.
+    MaskedMove,
     /// MOV from a segment register.
     FromSegment,
     /// MOVS, STOS, LODS, SCAS, CMPS.
@@ -134,7 +136,11 @@ impl Lowering {
     pub(crate) const fn is_fp(self) -> bool {
         matches!(
             self,
-            Self::CopyFp | Self::CopyFpAligned | Self::Gather | Self::LoadFpControl
+            Self::CopyFp
+                | Self::CopyFpAligned
+                | Self::Gather
+                | Self::MaskedMove
+                | Self::LoadFpControl
         )
     }
 
@@ -173,7 +179,7 @@ impl Lowering {
 pub(crate) fn of(kind: Lowering, i: &Instruction, long: bool) -> Lowering {
     match kind {
         _ if !long && !narrow::is_plain(i) => Lowering::Interpret,
-        Lowering::Gather if !long => Lowering::Interpret,
+        Lowering::Gather | Lowering::MaskedMove if !long => Lowering::Interpret,
         Lowering::Copy if is_bit_string(i) => bit_string(i),
         Lowering::String if !string::is_plain(i, long) => Lowering::Interpret,
         Lowering::FromControl
@@ -310,6 +316,8 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         M::Ldmxcsr | M::Vldmxcsr | M::Fldcw => Lowering::LoadFpControl,
         M::Stmxcsr | M::Vstmxcsr => Lowering::CopyFp,
         _ if is_gather(i) && host.has(CpuidFeature::AVX2) => Lowering::Gather,
+        M::Vmaskmovps | M::Vmaskmovpd if host.has(CpuidFeature::AVX) => Lowering::MaskedMove,
+        M::Vpmaskmovd | M::Vpmaskmovq if host.has(CpuidFeature::AVX2) => Lowering::MaskedMove,
         _ if x86_native::form_on(i, host).is_some() => {
             if x86_native::must_be_aligned(i) {
                 Lowering::CopyFpAligned

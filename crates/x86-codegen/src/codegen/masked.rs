@@ -1,10 +1,19 @@
-//! Gathers of AVX2 in 64-bit code: the elements are loaded one by one. A fault, or a device, leaves the whole
-//! instruction to the interpreter; the guest's registers change only once all elements are there.
+//! Gathers and masked moves of AVX in 64-bit code.
+//!
+//! A gather's elements are loaded one by one. The guest's registers change only once all are there, so a fault, or a
+//! device, leaves the whole instruction to the interpreter.
+//!
+//! A masked move is executed as it is where all its elements are in one page that may be accessed, and some are
+//! selected. The interpreter executes others.
 
 use iced_x86::{Mnemonic, Register};
 
-use super::{Emit, Translator, Unsupported};
-use crate::{asm::*, frame::words::*, ir::decoded::Decoded};
+use super::{
+    Emit, Translator, Unsupported,
+    copy::HOST,
+    recode::{Rm, recode},
+};
+use crate::{asm::*, frame::words::*, ir::decoded::Decoded, ir::lowering::Form};
 
 /// Where the three vectors are meanwhile.
 const DATA: usize = GATHERED;
@@ -92,6 +101,40 @@ impl Translator {
         ]);
         Ok(())
     }
+
+    pub(super) fn masked_move(&mut self, d: &Decoded, form: &Form) -> Emit {
+        let shape = form.shape.ok_or(Unsupported)?;
+        let size = u32::from(form.size);
+        self.spill_flags(d);
+        // What is left out is not accessed: neither of a page that has nothing else, nor in a second page.
+        test_signs(&mut self.asm, d);
+        self.bail_if(cc::E, d.offset);
+        self.address(d, 0, size)?;
+        self.state.cached = None;
+        let a = &mut self.asm;
+        a.mov32(S1, S0);
+        a.alu_imm(false, Alu::And, S1, 0xfff);
+        a.alu_imm(false, Alu::Cmp, S1, 4096 - size as i32);
+        self.bail_if(cc::A, d.offset);
+        self.probe(d.offset, size, d.memory == Some(true));
+        let made = recode((&d.raw, d.i.len()), shape, &HOST, Rm::Host(0), false);
+        let len = made.ok_or(Unsupported)?.write(self.asm.window());
+        self.asm.advance(len);
+        Ok(())
+    }
+}
+
+/// Emits VTESTPS or VTESTPD of the mask: ZF becomes 1 if it selects no element.
+fn test_signs(a: &mut Asm, d: &Decoded) {
+    let is_of_words = matches!(d.i.mnemonic(), Mnemonic::Vmaskmovps | Mnemonic::Vpmaskmovd);
+    let (mask, wide) = (
+        d.i.op1_register().number() as u8,
+        d.i.op1_register().is_ymm(),
+    );
+    let high = if mask >= 8 { 0 } else { 0xa0 };
+    let opcode = if is_of_words { 0x0e } else { 0x0f };
+    let names = 0xc0 | (mask & 7) << 3 | mask & 7;
+    a.bytes(&[0xc4, high | 0x42, 0x79 | u8::from(wide) << 2, opcode, names]);
 }
 
 /// What a gather loads.
