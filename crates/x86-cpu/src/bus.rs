@@ -335,4 +335,8 @@ pub trait GuestBus {
     /// Returns true if the run loop has to be returned to before the next block. RFLAGS.IF in `cpu` says whether a
     /// waiting interrupt can be taken now.
     fn poll(&mut self, cpu: &CpuState) -> bool;
+    /// Returns true if a store to a device's register has made an event due that comes before the next instruction.
+    fn is_event_due(&self) -> bool {
+        false
+    }
 }

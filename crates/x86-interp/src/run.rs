@@ -330,8 +330,8 @@ fn run_block<B: GuestBus, const COUNTS: bool>(
                 let next = ex.next_rip(insn);
                 ex.cpu.set_rip(next);
                 if insn.prefix & Insn::<B>::WRITES != 0
-                    && ex.bus.code_changes() != changes
-                    && !blocks.is_current(ex.bus, &block)
+                    && (ex.bus.is_event_due()
+                        || ex.bus.code_changes() != changes && !blocks.is_current(ex.bus, &block))
                 {
                     return Ok(());
                 }

@@ -28,6 +28,8 @@ pub enum Action {
     Renumbered,
     /// Priorities or requests changed: ask [`Lapic::pending`] again.
     Recheck,
+    /// The task priority was written: ask [`Lapic::pending`] again.
+    Priority,
     /// The timer was programmed: ask [`Lapic::timer_deadline`] again.
     Timer,
     /// Send this with [`crate::deliver`].
@@ -159,7 +161,7 @@ impl Lapic {
             }
             reg::TASKPRI => {
                 self.set(r, value & 0xff);
-                Action::Recheck
+                Action::Priority
             }
             reg::EOI => self.eoi().map_or(Action::None, Action::Eoi),
             reg::LDR if !x2apic => {

@@ -24,6 +24,7 @@ impl Change {
     pub(crate) fn of<B>(insn: &Insn<B>) -> Self {
         use Mnemonic as M;
         match insn.code.mnemonic() {
+            M::Mov if writes_task_priority(insn) => Self::Nothing,
             M::Mov => moved(insn.code),
             M::Pop => popped(insn.code),
             M::Std | M::Lds | M::Les | M::Lfs | M::Lgs => Self::Mode,
@@ -53,6 +54,11 @@ impl Change {
             }
         }
     }
+}
+
+/// Returns true for MOV to CR8.
+fn writes_task_priority<B>(insn: &Insn<B>) -> bool {
+    matches!(insn.code, Code::Mov_cr_r32 | Code::Mov_cr_r64) && insn.dst == 8
 }
 
 /// Returns what MOV changes by its destination.

@@ -52,6 +52,7 @@ impl Bus {
             Action::None => {}
             Action::Renumbered => self.vm.note_renumbered(),
             Action::Recheck => self.recheck = true,
+            Action::Priority => self.task_priority_changed(),
             Action::Timer => {
                 self.update_timer();
                 // A deadline that has passed fires before the next instruction. One that comes before the clock would
@@ -166,6 +167,28 @@ impl Bus {
         self.is_quiet = false;
         self.show_tpr();
     }
+    /// Follows up the guest's write of a register.
+    pub(super) fn lapic_written(&mut self, action: Action) {
+        if action != Action::Priority {
+            self.lapic_changed();
+        }
+        self.act(action);
+    }
+    /// Follows up the guest's write of the task priority. Windows writes it at each change of IRQL, so nothing but what
+    /// depends on it is looked at again.
+    pub(super) fn task_priority_changed(&mut self) {
+        let lapic = self.shared.lapic();
+        let (cr8, pending) = (lapic.cr8(), lapic.pending());
+        drop(lapic);
+        if let Some(view) = &mut self.lapic {
+            view.cr8 = cr8;
+        }
+        if pending.is_some() {
+            self.is_quiet = false;
+            self.recheck = true;
+        }
+        self.show_tpr();
+    }
     /// IA32_APIC_BASE.
     pub(in crate::vcpu) fn apic_base(&self) -> u64 {
         if self.has_lapic() {
@@ -239,8 +262,7 @@ impl Bus {
             }
             let action = lapic.mmio_write(gpa & 0xfff, len, value as u32, now);
             drop(lapic);
-            self.lapic_changed();
-            self.act(action);
+            self.lapic_written(action);
             if is_mapped && len == 4 && gpa & 0xf == 0 {
                 self.note_lapic_access(cpu.rip(), gpa, true);
             }
@@ -334,8 +356,7 @@ impl Bus {
         let now = self.now_if(Lapic::is_msr_timed(index));
         let result: Result<Action, InvalidAccess> =
             self.shared.lapic().msr_write(index, value, now);
-        self.lapic_changed();
-        result.map(|action| self.act(action)).is_ok()
+        result.map(|action| self.lapic_written(action)).is_ok()
     }
     /// Returns the source of the interrupt that would be taken now: the PIC's through LINT0 comes before the LAPIC's.
     #[inline]

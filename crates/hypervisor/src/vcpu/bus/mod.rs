@@ -468,8 +468,7 @@ impl GuestBus for Bus {
         if self.has_lapic() {
             self.sync_lapic();
             self.shared.lapic().set_cr8(priority);
-            self.lapic_changed();
-            self.recheck = true;
+            self.task_priority_changed();
         } else {
             let priority = priority & 0xf;
             // The VMM's LAPIC may have an interrupt that waited for a lower priority.
@@ -521,6 +520,10 @@ impl GuestBus for Bus {
     fn commit(&mut self) {
         self.replay.forget();
         self.read_ahead.commit();
+    }
+    #[inline(always)]
+    fn is_event_due(&self) -> bool {
+        self.recheck
     }
     #[inline]
     fn poll(&mut self, cpu: &CpuState) -> bool {

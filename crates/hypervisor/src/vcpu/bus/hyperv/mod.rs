@@ -225,8 +225,7 @@ impl Bus {
         self.sync_lapic();
         let now = self.now();
         let action = self.shared.lapic().set_register(r, value, now);
-        self.lapic_changed();
-        action.map(|action| self.act(action)).is_some()
+        action.map(|action| self.lapic_written(action)).is_some()
     }
 
     /// Sets the VP assist page. Its first word is "no EOI required", which KVM's own PV EOI implements.
