@@ -8,7 +8,7 @@ use testkit::MmuBus;
 use x86_cpu::{CpuState, Feature, Flush, GuestBus};
 use x86_defs::{
     control::{cr0, cr4, efer},
-    reg,
+    reg, rflags,
     segment::{Attr, Segment},
     xsave,
 };
@@ -464,4 +464,36 @@ fn masked_moves() {
     assert_eq!(data[0xa0..0xb0], stored[..16]);
     assert_eq!(data[0xb0..0xc0], [0; 16]);
     assert_eq!(data[0xff0..0x1010], [0x11; 32]);
+}
+
+/// A kernel with IOPL 3, as some run with. The flags that CLI and STI leave alone stay.
+#[test]
+fn interrupts_are_enabled_with_an_iopl() {
+    let (gpr, _, flags, _) = compare(|a| {
+        let mut again = a.create_label();
+        a.push(0x3003)?;
+        a.popfq()?;
+        a.mov(ecx, 200)?;
+        a.set_label(&mut again)?;
+        a.stc()?;
+        a.cli()?;
+        a.adc(esi, 0)?;
+        a.pushfq()?;
+        a.pop(rax)?;
+        a.stc()?;
+        a.sti()?;
+        a.adc(esi, 0)?;
+        a.pushfq()?;
+        a.pop(rbx)?;
+        a.push(rax)?;
+        a.popfq()?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        Ok(())
+    });
+    let kept = rflags::IOPL | rflags::IF;
+    assert_eq!(gpr[reg::RSI], 400);
+    assert_eq!(gpr[reg::RAX] & kept, rflags::IOPL);
+    assert_eq!(gpr[reg::RBX] & kept, kept);
+    assert_eq!(flags & kept, rflags::IOPL);
 }

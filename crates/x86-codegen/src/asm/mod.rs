@@ -406,11 +406,6 @@ impl Asm {
         self.imm32(0);
         self.here() - 4
     }
-    /// `mov byte [mem], imm8`.
-    pub(crate) fn store8(&mut self, m: Mem, v: u8) {
-        self.rm(false, &[0xc6], 0, m);
-        self.byte(v);
-    }
     /// `mov to, from`.
     pub(crate) fn mov(&mut self, to: Reg, from: Reg) {
         self.rr(true, &[0x8b], to, from);

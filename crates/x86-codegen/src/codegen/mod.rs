@@ -445,7 +445,7 @@ impl Translator {
             Lowering::Rdpmc => self.rdpmc(d),
             Lowering::Pushf => self.pushf(d),
             Lowering::Popf => self.popf(d),
-            Lowering::Cli => self.asm.store8(gs(RFLAGS + 1), 0),
+            Lowering::Cli => self.cli(d),
             Lowering::Sti => self.sti(d),
             Lowering::Swapgs => self.swapgs(),
             Lowering::Ac | Lowering::ToCr0 | Lowering::KeyRights => self.change_view(d),

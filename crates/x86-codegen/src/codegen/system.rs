@@ -216,11 +216,11 @@ impl Translator {
         let disabled = a.jcc(cc::E);
         self.bail_if_waiting(offset);
         let a = &mut self.asm;
-        a.store8(gs(RFLAGS + 1), 2);
+        set_if(a);
         let enabled = a.jmp();
         let here = a.here();
         a.patch(disabled, here);
-        a.store8(gs(RFLAGS + 1), 0);
+        clear_if(a);
         let here = a.here();
         a.patch(enabled, here);
     }
@@ -228,7 +228,12 @@ impl Translator {
     pub(super) fn sti(&mut self, d: &Decoded) {
         self.spill_flags(d);
         self.bail_if_waiting(d.offset);
-        self.asm.store8(gs(RFLAGS + 1), 2);
+        set_if(&mut self.asm);
+    }
+
+    pub(super) fn cli(&mut self, d: &Decoded) {
+        self.spill_flags(d);
+        clear_if(&mut self.asm);
     }
 
     pub(super) fn swapgs(&mut self) {
@@ -393,4 +398,16 @@ impl Translator {
         a.alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
         a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
     }
+}
+
+/// Sets RFLAGS.IF. Changes flags.
+fn set_if(a: &mut Asm) {
+    a.rm(false, &[0x80], 1, gs(RFLAGS + 1)); // or
+    a.bytes(&[0x02]);
+}
+
+/// Clears RFLAGS.IF. Changes flags.
+fn clear_if(a: &mut Asm) {
+    a.rm(false, &[0x80], 4, gs(RFLAGS + 1)); // and
+    a.bytes(&[0xfd]);
 }

@@ -19,8 +19,13 @@ use crate::{
 
 /// Flags that may be set in the RFLAGS that is returned to. Translated kernel code has no others set that matter
 /// (`x86_codegen::ir::mode::Mode::KERNEL`).
-const PLAIN: u64 =
-    rflags::ARITH | rflags::IF | rflags::FIXED1 | rflags::RF | rflags::AC | rflags::ID;
+const PLAIN: u64 = rflags::ARITH
+    | rflags::IF
+    | rflags::IOPL
+    | rflags::FIXED1
+    | rflags::RF
+    | rflags::AC
+    | rflags::ID;
 
 /// Returns a flat segment's descriptor: the limit, and the attributes in their places.
 const fn descriptor(attr: u32) -> u64 {

@@ -85,7 +85,7 @@ pub enum Lowering {
     Rdtsc,
     /// RDPMC.
     Rdpmc,
-    /// PUSHF in code without segments, and at CPL 0 with IOPL, NT and DF clear.
+    /// PUSHF in code without segments, and at CPL 0 with NT and DF clear.
     Pushf,
     /// POPF in the same code that changes at most arithmetic flags, and IF at CPL 0.
     Popf,
