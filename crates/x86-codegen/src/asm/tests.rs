@@ -107,9 +107,6 @@ fn constants_to_memory() {
                 check_memory(&i, m);
             }
         }
-        let i = one(|a| a.store8(m, 0x87));
-        assert_eq!((i.code(), i.immediate8()), (Code::Mov_rm8_imm8, 0x87));
-        check_memory(&i, m);
         let i = one(|a| a.alu_mem_imm8(true, Alu::Sub, m, -3));
         assert_eq!((i.code(), i.immediate(1) as i64), (Code::Sub_rm64_imm8, -3));
         check_memory(&i, m);
