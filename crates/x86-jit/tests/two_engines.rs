@@ -497,3 +497,28 @@ fn interrupts_are_enabled_with_an_iopl() {
     assert_eq!(gpr[reg::RBX] & kept, kept);
     assert_eq!(flags & kept, rflags::IOPL);
 }
+
+/// POP to memory: an address by RSP is that behind the word, and flags stay.
+#[test]
+fn words_are_popped_to_memory() {
+    let (gpr, _, _, data) = compare(|a| {
+        let mut again = a.create_label();
+        a.mov(rdi, DATA)?;
+        a.mov(r14, rsp)?;
+        a.mov(ecx, 200)?;
+        a.set_label(&mut again)?;
+        a.stc()?;
+        a.push(0x1234)?;
+        a.push(rcx)?;
+        a.pop(qword_ptr(rdi + rcx * 8))?;
+        a.pop(qword_ptr(rsp - 0x100))?;
+        a.adc(rsi, qword_ptr(rsp - 0x100))?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        a.sub(r14, rsp)?;
+        Ok(())
+    });
+    assert_eq!(gpr[reg::RSI], 200 * 0x1235);
+    assert_eq!(gpr[14], 0);
+    assert_eq!(data[0x100..0x108], 32u64.to_le_bytes());
+}

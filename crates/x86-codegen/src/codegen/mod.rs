@@ -452,6 +452,7 @@ impl Translator {
             Lowering::Lea => self.lea(d)?,
             Lowering::Push => self.push(d)?,
             Lowering::Pop => self.pop(d),
+            Lowering::PopMemory => self.pop_to_memory(d)?,
             Lowering::Leave => self.leave(d),
             Lowering::Div | Lowering::Idiv => self.divide(d)?,
             Lowering::Jcc => self.jcc(d)?,

@@ -134,6 +134,24 @@ impl Translator {
         self.state.rsp_moves += self.word();
     }
 
+    pub(super) fn pop_to_memory(&mut self, d: &Decoded) -> Emit {
+        let word = self.word();
+        self.spill_flags(d);
+        self.stack_address(d.offset, GUEST_RSP, 0);
+        self.probe_stack(d.offset, false);
+        self.load_word(S0, at(S0, 0));
+        self.asm.store(gs(SPILL), S0);
+        // A base of RSP is the stack pointer behind the word.
+        let is_behind = matches!(d.i.memory_base(), Register::RSP | Register::ESP);
+        self.address(d, if is_behind { -word } else { 0 }, word as u32)?;
+        self.probe(d.offset, word as u32, true);
+        self.asm.load(S1, gs(SPILL));
+        self.state.cached = None;
+        self.store_word(at(S0, 0), S1);
+        self.move_stack(word);
+        Ok(())
+    }
+
     pub(super) fn leave(&mut self, d: &Decoded) {
         let from = self.stack_slot(d, RBP, 0, false);
         self.set_stack(at(RBP, self.word()));

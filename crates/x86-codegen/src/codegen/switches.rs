@@ -9,7 +9,7 @@ use crate::{
     ir::mode::Mode,
 };
 
-/// Emits the barrier that a serialising instruction is (SDM vol. 3, 9.3): lock or dword [rsp], 0. Changes flags.
+/// Emits the barrier that a serialising instruction is (SDM vol. 3, 9.3): `lock or dword [rsp], 0`. Changes flags.
 pub(super) fn serialize(a: &mut Asm) {
     a.bytes(&[0xf0, 0x83, 0x0c, 0x24, 0x00]);
 }

@@ -85,7 +85,11 @@ pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Lowering, Mo
         return (Lowering::Interpret, Mode::NONE);
     }
     let kind = match of(form.in_segments, i, true) {
-        Lowering::BitString | Lowering::Syscall => Lowering::Interpret,
+        Lowering::BitString
+        | Lowering::Syscall
+        | Lowering::PopMemory
+        | Lowering::Gather
+        | Lowering::MaskedMove => Lowering::Interpret,
         // The interpreter executes repeated ones, and does many repetitions at once.
         Lowering::Element if string::repeats(i) || string::operation(i).is_none() => {
             Lowering::Interpret

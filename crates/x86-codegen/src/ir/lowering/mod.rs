@@ -37,8 +37,10 @@ pub enum Lowering {
     Lea,
     /// PUSH of a register, a constant or memory.
     Push,
-    /// POP to a register or memory.
+    /// POP to a register.
     Pop,
+    /// POP to memory in 64-bit code. Clang makes it of PUSHF where the flags go to a register or memory.
+    PopMemory,
     /// LEAVE.
     Leave,
     /// DIV, guarded against #DE.
@@ -195,6 +197,7 @@ pub(crate) fn of(kind: Lowering, i: &Instruction, long: bool) -> Lowering {
         }
         Lowering::ToCr0 if i.op0_register() == Register::CR3 && long => Lowering::ToCr3,
         Lowering::ToCr0 if i.op0_register() != Register::CR0 => Lowering::Interpret,
+        Lowering::Pop if long && i.op0_kind() == OpKind::Memory => Lowering::PopMemory,
         Lowering::Copy | Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::Pop
             if !operands_are_plain(i) =>
         {
