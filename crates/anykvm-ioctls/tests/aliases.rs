@@ -64,8 +64,8 @@ fn shared(own: i32) -> (Vec<u8>, [u64; 2]) {
     (c, [first, second])
 }
 
-/// RFLAGS as a kernel has them, and with IOPL 3: translated code of kernels is another one than all other.
-const FLAGS: [u64; 2] = [2, 0x3002];
+/// RFLAGS as a kernel has them, and with NT: translated code of kernels is another one than all other.
+const FLAGS: [u64; 2] = [2, 0x4002];
 
 /// About to execute [`CODE`].
 fn begin(vcpu: &VcpuFd, flags: u64) {

@@ -110,11 +110,11 @@ fn run(m: &Machine, vcpu: &mut VcpuFd, events: &[u64], first: u64) -> (Vec<u64>,
         assert!(set_msr(vcpu, PMC0 + n, value));
         assert!(set_msr(vcpu, PERFEVTSEL0 + n, ON | interrupts | event));
     }
-    // As programs are executed, by IOPL 3: kernels' calls are not followed.
+    // As programs are executed, by NT: kernels' calls are not followed.
     vcpu.set_regs(&kvm_regs {
         rip: CODE,
         rsp: STACK,
-        rflags: 0x3002,
+        rflags: 0x4002,
         ..Default::default()
     })
     .unwrap();

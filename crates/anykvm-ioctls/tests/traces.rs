@@ -26,11 +26,11 @@ const DEVICE: u64 = 0x3000_0000;
 /// Enough for some milliseconds: what is executed much shows in them.
 const TURNS: u32 = 2_000_000;
 
-/// About to execute [`CODE`] as programs do, by IOPL 3: kernels' calls are not followed.
+/// About to execute [`CODE`] as programs do, by NT: kernels' calls are not followed.
 fn begin(m: &Machine) -> VcpuFd {
     let vcpu = m.vcpu(0, CODE);
     let mut regs = vcpu.get_regs().unwrap();
-    regs.rflags = 0x3002;
+    regs.rflags = 0x4002;
     vcpu.set_regs(&regs).unwrap();
     vcpu
 }
