@@ -21,7 +21,7 @@ const LOADED: u64 = 0x6000;
 /// Not 0 once the loads are done.
 const DONE: u64 = 0x7000;
 const STACKS: u64 = 0x9000;
-const ROUNDS: i32 = 20_000;
+const ROUNDS: u64 = 20_000;
 
 /// An access of rsi's operand, and what it loads or stores at rdi.
 struct Access {
@@ -170,7 +170,7 @@ fn loading(access: &Access) -> Vec<u8> {
     let assemble = |a: &mut CodeAssembler| {
         let [mut again, mut torn, mut next] = [(); 3].map(|()| a.create_label());
         a.xor(r8, r8)?;
-        a.mov(r9, u64::from(ROUNDS.unsigned_abs()))?;
+        a.mov(r9, ROUNDS)?;
         a.set_label(&mut again)?;
         (access.load)(a)?;
         a.mov(rax, qword_ptr(rdi))?;

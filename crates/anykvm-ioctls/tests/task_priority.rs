@@ -15,7 +15,7 @@ const HANDLER: u64 = 0x2000;
 const GDT: u64 = 0x3000;
 const IDT: u64 = 0x4000;
 const STACK: u64 = 0x7000;
-const VECTOR: u64 = 0x61;
+const VECTOR: u8 = 0x61;
 const APIC: u64 = 0xfee0_0000;
 const TPR: u32 = 0x80;
 const EOI: u32 = 0xb0;
@@ -67,7 +67,7 @@ fn program(way: &Way) -> Vec<u8> {
         (way.raise)(a)?;
         // To itself.
         a.mov(rbx, APIC + u64::from(ICR))?;
-        a.mov(dword_ptr(rbx), 0x4_0000 | VECTOR as u32)?;
+        a.mov(dword_ptr(rbx), 0x4_0000 | u32::from(VECTOR))?;
         a.mov(rcx, r8)?;
         a.sub(rcx, r9)?;
         a.add(r10, rcx)?;
@@ -96,13 +96,6 @@ fn machine() -> Machine {
         a.pop(rbx)?;
         a.iretq()
     });
-    for (at, entry) in [
-        (GDT + 8, 0x00af_9b00_0000_ffff_u64),
-        (GDT + 16, 0x00cf_9300_0000_ffff),
-        (IDT + VECTOR * 16, HANDLER | 8 << 16 | 0x8e << 40),
-    ] {
-        m.write(at, &entry.to_le_bytes());
-    }
     m
 }
 
@@ -112,10 +105,7 @@ fn lowering_the_priority_lets_an_interrupt_in() {
         let m = machine();
         m.write(CODE, &program(way));
         let mut vcpu = m.vcpu(0, CODE);
-        let mut sregs = vcpu.get_sregs().unwrap();
-        (sregs.gdt.base, sregs.gdt.limit) = (GDT, 23);
-        (sregs.idt.base, sregs.idt.limit) = (IDT, 0xfff);
-        vcpu.set_sregs(&sregs).unwrap();
+        m.handle(&vcpu, VECTOR, [GDT, IDT], HANDLER);
         // The APIC's software enable.
         let mut lapic = vcpu.get_lapic().unwrap();
         lapic.regs[0xf1] = 1;

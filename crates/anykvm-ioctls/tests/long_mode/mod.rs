@@ -59,18 +59,24 @@ impl Machine {
     }
 
     /// Has page faults of the vCPU handled at `handler`, by tables in the pages `gdt` and `idt`.
-    pub(crate) fn handle_page_faults(&self, vcpu: &VcpuFd, [gdt, idt]: [u64; 2], handler: u64) {
+    pub(crate) fn handle_page_faults(&self, vcpu: &VcpuFd, tables: [u64; 2], handler: u64) {
+        self.handle(vcpu, 14, tables, handler);
+    }
+
+    /// Has events of `vector`, and no others, handled at `handler`, by tables in the pages `gdt` and `idt`.
+    pub(crate) fn handle(&self, vcpu: &VcpuFd, vector: u8, [gdt, idt]: [u64; 2], handler: u64) {
+        let gate = u64::from(vector) * 16;
         let entries = [
             (gdt + 8, 0x00af_9b00_0000_ffff),
             (gdt + 16, 0x00cf_9300_0000_ffff),
-            (idt + 14 * 16, handler | 8 << 16 | 0x8e << 40),
+            (idt + gate, handler | 8 << 16 | 0x8e << 40),
         ];
         for (at, entry) in entries {
             self.memory.write_obj(entry, GuestAddress(at)).unwrap();
         }
         let mut sregs = vcpu.get_sregs().unwrap();
         (sregs.gdt.base, sregs.gdt.limit) = (gdt, 23);
-        (sregs.idt.base, sregs.idt.limit) = (idt, 15 * 16 - 1);
+        (sregs.idt.base, sregs.idt.limit) = (idt, gate as u16 + 15);
         vcpu.set_sregs(&sregs).unwrap();
     }
 

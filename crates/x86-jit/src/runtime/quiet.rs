@@ -24,8 +24,7 @@ impl Change {
     pub(crate) fn of<B>(insn: &Insn<B>) -> Self {
         use Mnemonic as M;
         match insn.code.mnemonic() {
-            M::Mov if writes_task_priority(insn) => Self::Nothing,
-            M::Mov => moved(insn.code),
+            M::Mov => moved(insn),
             M::Pop => popped(insn.code),
             M::Std | M::Lds | M::Les | M::Lfs | M::Lgs => Self::Mode,
             M::Lar | M::Lsl | M::Verr | M::Verw => Self::Mode,
@@ -56,16 +55,13 @@ impl Change {
     }
 }
 
-/// Returns true for MOV to CR8.
-fn writes_task_priority<B>(insn: &Insn<B>) -> bool {
-    matches!(insn.code, Code::Mov_cr_r32 | Code::Mov_cr_r64) && insn.dst == 8
-}
-
 /// Returns what MOV changes by its destination.
-const fn moved(code: Code) -> Change {
+fn moved<B>(insn: &Insn<B>) -> Change {
     use Code as C;
-    match code {
+    match insn.code {
         C::Mov_Sreg_rm16 | C::Mov_Sreg_r32m16 | C::Mov_Sreg_r64m16 => Change::Mode,
+        // The task priority.
+        C::Mov_cr_r32 | C::Mov_cr_r64 if insn.dst == 8 => Change::Nothing,
         C::Mov_cr_r32 | C::Mov_cr_r64 | C::Mov_dr_r32 | C::Mov_dr_r64 => Change::Any,
         _ => Change::Nothing,
     }
