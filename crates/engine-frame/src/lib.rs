@@ -130,6 +130,7 @@ pub struct EngineFrame {
     /// Number of loads of CR3 behind [`Self::is_other_root`] that have flushed.
     pub flushing_loads: u64,
     gathered: [[u64; 4]; 3],
+    bounced: [u64; 4],
 }
 
 /// A view that differs from another in PKRU alone.
@@ -208,6 +209,9 @@ impl EngineFrame {
     pub const VECTORS: usize = offset_of!(Self, vectors);
     /// Where a gather keeps its data, mask and indexes.
     pub const GATHERED: usize = offset_of!(Self, gathered);
+    /// Where the bytes of a write to two pages go that lie apart in the host's memory: the end of the first page, the
+    /// second page, the offset in the first one, the size.
+    pub const BOUNCED: usize = offset_of!(Self, bounced);
     /// Not 0 if the upper halves of these are among what is stored.
     pub const UPPERS_IN_USE: usize = offset_of!(Self, uppers_in_use);
     /// In a hoisted loop, what was left of the countdown beyond the fast iterations.

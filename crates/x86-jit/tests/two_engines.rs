@@ -20,6 +20,8 @@ const TABLES: u64 = 0x1000;
 const CODE: u64 = 0x1_0000;
 const STACK: u64 = 0x3_0000;
 const DATA: u64 = 0x4_0000;
+/// Where the pages from [`DATA`] on are mapped in reverse order, sixteen of them.
+const REVERSED: u64 = 0x20_0000;
 /// How often a program returns to the run loop before it is given up.
 const PATIENCE: usize = 100_000;
 
@@ -61,9 +63,14 @@ fn load(bus: &mut MmuBus, code: &[u8]) {
         word(0x2000, 0x3003),
         // The entry is that of a large page.
         word(0x3000, 0x83),
+        word(0x3008, 0x5003),
         (CODE, code.to_vec()),
     ] {
         assert!(bus.mmu.write_gpa(at, &bytes));
+    }
+    for n in 0..16 {
+        let entry = DATA + (15 - n) * 0x1000 + 3;
+        assert!(bus.mmu.write_gpa(0x5000 + 8 * n, &entry.to_le_bytes()));
     }
 }
 
@@ -274,6 +281,62 @@ fn an_instruction_on_two_pages_and_accesses_of_two() {
     });
     assert_eq!(gpr[reg::RAX], 0x0123_4567_89ab_cdef_u64.wrapping_mul(50));
     assert_eq!(data[0xffd..0x1005], 0x0123_4567_89ab_cdef_u64.to_le_bytes());
+}
+
+/// Writes to two pages whose bytes lie apart, at each border and by each number of bytes in the first page: exactly the
+/// bytes of the operand change, and flags and registers are as they would be elsewhere.
+#[test]
+fn writes_to_pages_that_lie_apart() {
+    type Write = fn(&mut CodeAssembler) -> Result<(), IcedError>;
+    let writes: [Write; 14] = [
+        |a| a.mov(word_ptr(rdi), ax),
+        |a| a.mov(dword_ptr(rdi), 0x1234_5678),
+        |a| a.mov(qword_ptr(rdi), r8),
+        |a| a.mov(qword_ptr(rdi + r9), rsp),
+        |a| a.add(dword_ptr(rdi), eax),
+        |a| a.adc(qword_ptr(rdi), r8),
+        |a| a.sbb(qword_ptr(rdi + r9), r12),
+        |a| a.shl(qword_ptr(rdi), 3),
+        |a| a.rol(word_ptr(rdi), 5),
+        |a| a.bts(qword_ptr(rdi), 61),
+        |a| a.vmovups(xmmword_ptr(rdi), xmm1),
+        |a| a.vmovdqu(ymmword_ptr(rdi), ymm2),
+        |a| a.vmovhps(qword_ptr(rdi), xmm1),
+        |a| a.vextracti128(xmmword_ptr(rdi + r9), ymm2, 1),
+    ];
+    for write in writes {
+        let (_, _, _, data) = compare(|a| {
+            let mut again = a.create_label();
+            a.mov(r8, 0x0123_4567_89ab_cdef_u64)?;
+            a.mov(r12, 0xfedc_ba98_7654_3210_u64)?;
+            a.mov(rax, r12)?;
+            a.vmovq(xmm1, r8)?;
+            a.vpbroadcastq(ymm2, xmm1)?;
+            a.xor(r9d, r9d)?;
+            a.mov(rdi, DATA)?;
+            a.mov(ecx, 0x2000)?;
+            a.rep().stosb()?;
+            a.mov(ecx, 32)?;
+            a.set_label(&mut again)?;
+            // Twice at each place: pages that have not been written yet are the interpreter's.
+            for _ in 0..2 {
+                for page in 14..16 {
+                    a.mov(rdi, REVERSED + page * 0x1000)?;
+                    a.sub(rdi, rcx)?;
+                    a.add(rax, rcx)?;
+                    write(a)?;
+                    a.adc(rax, r12)?;
+                }
+            }
+            a.dec(ecx)?;
+            a.jnz(again)?;
+            Ok(())
+        });
+        let is_as_before = |b: &u8| *b == 0x10;
+        for untouched in [32..0xfe0, 0x1020..0x1fe0] {
+            assert!(data[untouched].iter().all(is_as_before));
+        }
+    }
 }
 
 #[test]

@@ -276,9 +276,9 @@ impl Builder<'_> {
                 DATA + 0x7000,
             ])
         } else {
-            DATA + 0x1000 * r.pick(&[0, 1, 4, 8])
+            DATA + 0x1000 * r.pick(&[0, 0, 1, 4, 8])
         };
-        let offset = match r.below(if odd || self.wild { 8 } else { 24 }) {
+        let offset = match r.below(if odd || self.wild { 8 } else { 16 }) {
             0 => 0x1000 - r.below(size + 4).min(0x1000),
             1 | 2 => r.below(0xfc0),
             _ => r.below(0x7e) * 32,

@@ -83,7 +83,9 @@ fn entry(gpa: u64, user: bool) -> u64 {
     // Protection keys have an effect if CR4.PKE is set.
     let key = |key: u64| key << 59;
     match page {
-        0 | 1 | 4 => gpa | p | w | u | key(page + 1),
+        // These two change places, so that accesses to both are to bytes that lie apart.
+        0 | 1 => (gpa ^ 0x1000) | p | w | u | key(page + 1),
+        4 => gpa | p | w | u | key(page + 1),
         2 => gpa | p | u | key(3),
         3 => 0,
         5 => gpa | p | w,

@@ -76,6 +76,7 @@ pub(crate) enum Alu {
 
 /// Condition codes.
 pub(crate) mod cc {
+    pub(crate) const O: u8 = 0;
     pub(crate) const B: u8 = 2;
     pub(crate) const AE: u8 = 3;
     pub(crate) const E: u8 = 4;
@@ -301,6 +302,12 @@ impl Asm {
         if let Some(to) = self.window().get_mut(..b.len()) {
             to.copy_from_slice(b);
             self.advance(b.len());
+        }
+    }
+    /// Emits the bytes from offset `from` to offset `to` of the first part once more.
+    pub(crate) fn repeat(&mut self, from: usize, to: usize) {
+        for at in from - self.base..to - self.base {
+            self.byte(self.buf[at]);
         }
     }
     #[inline(always)]

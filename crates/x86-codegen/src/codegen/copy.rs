@@ -3,8 +3,8 @@
 use iced_x86::{Instruction, OpKind, Register};
 
 use super::{
-    Emit, Translator, Unsupported,
-    memory::Finds,
+    Emit, Stub, Translator, Unsupported,
+    memory::{Finds, Probe},
     recode::{self, Rm, recode},
 };
 use crate::{
@@ -40,6 +40,7 @@ impl Translator {
         let i = &d.i;
         let memory = d.memory;
         let mut operand = None;
+        let mut probed = None;
         if let Some(write) = memory {
             let size = u32::from(form.size);
             if size == 0 || size > 32 {
@@ -55,7 +56,14 @@ impl Translator {
             };
             operand = Some(match self.anchored(d) {
                 Some(place) => place,
-                None => self.operand(d, size, write, aligned, finds)?,
+                None => {
+                    let before = self.stubs.len();
+                    let place = self.operand(d, size, write, aligned, finds)?;
+                    if write && size > 1 && !aligned && self.stubs.len() > before {
+                        probed = Some(self.stubs.len() - 1);
+                    }
+                    place
+                }
             });
         }
         self.flags_before(d, form);
@@ -78,6 +86,12 @@ impl Translator {
         }
         self.give_temps_back(&temps);
         self.flags_after(d, form);
+        let here = self.asm.here();
+        if let Some(Stub::Refill { ends, probe, .. }) = probed.and_then(|n| self.stubs.get_mut(n))
+            && *probe != Probe::Stack
+        {
+            *ends = Some(here);
+        }
         Ok(())
     }
 

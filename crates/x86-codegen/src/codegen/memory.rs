@@ -332,6 +332,7 @@ impl Translator {
             probe,
             finds,
             cached: self.state.cached,
+            ends: None,
         });
         match (finds, probe) {
             (Finds::Address, _) => at(S0, 0),

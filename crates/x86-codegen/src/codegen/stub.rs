@@ -18,6 +18,8 @@ pub(super) enum Stub {
         finds: Finds,
         /// The guest register that r13 has to hold at `resume`.
         cached: Option<u8>,
+        /// Where the instruction ends, if its code from `resume` on may be executed on a copy of its operand.
+        ends: Option<usize>,
     },
     /// A group's probe misses the TLB.
     RefillGroup {

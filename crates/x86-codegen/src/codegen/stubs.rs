@@ -220,6 +220,7 @@ impl Translator {
             probe,
             finds,
             cached,
+            ends,
         } = stub
         else {
             return;
@@ -237,23 +238,35 @@ impl Translator {
                 _ => t.miss,
             },
         );
+        let bounces = ends.map(|ends| (self.asm.jcc(cc::O), ends));
         self.leave_if(cc::BE, c.number, t.refused);
-        let a = &mut self.asm;
-        if let Some(n) = cached {
-            a.load(S1, gpr_slot(n));
-        }
-        match (finds, probe) {
-            (Finds::Address, _) => {}
-            (Finds::Parts, Probe::Known { gva, .. }) => {
-                a.lea(S0, at(S0, -(gva & 0xfff)));
+        let finish = |a: &mut Asm| {
+            if let Some(n) = cached {
+                a.load(S1, gpr_slot(n));
             }
-            (Finds::Parts, _) => a.mov_imm(S1, 0),
-        }
-        move_page(a, c.begins, -c.beyond);
-        if let Some(w) = c.hoisted {
-            w.borrow_registers(a);
-        }
+            match (finds, probe) {
+                (Finds::Address, _) => {}
+                (Finds::Parts, Probe::Known { gva, .. }) => {
+                    a.lea(S0, at(S0, -(gva & 0xfff)));
+                }
+                (Finds::Parts, _) => a.mov_imm(S1, 0),
+            }
+            move_page(a, c.begins, -c.beyond);
+            if let Some(w) = c.hoisted {
+                w.borrow_registers(a);
+            }
+        };
+        let a = &mut self.asm;
+        finish(a);
         a.jmp_to(resume);
+        if let Some((from, ends)) = bounces {
+            let here = a.here();
+            a.patch(from, here);
+            finish(a);
+            a.repeat(resume, ends);
+            a.call_to(t.write_back);
+            a.jmp_to(ends);
+        }
     }
 
     /// Emits the stub of a group whose probe has missed the TLB: if no probe can serve the whole group, each access

@@ -128,6 +128,7 @@ pub(crate) const RELUCTANCES_LEN: usize = EngineFrame::RELUCTANCES;
 pub(crate) const RANDOM: usize = frame(EngineFrame::RANDOM);
 pub(crate) const UPPERS_IN_USE: usize = frame(EngineFrame::UPPERS_IN_USE);
 pub(crate) const GATHERED: usize = frame(EngineFrame::GATHERED);
+pub(crate) const BOUNCED: usize = frame(EngineFrame::BOUNCED);
 
 pub(crate) const FP_AREA: usize = offset_of!(CpuState, fp);
 pub(crate) const RIP: usize = 8 * reg::RIP;

@@ -19,6 +19,8 @@ use crate::{
     frame::words::*,
 };
 
+const LEN: i32 = BOUNCE_LEN as i32;
+
 /// Branches if an access with this bit of a `site` is to the device page that was read or written last. (Never in
 /// lock-step, where the tables are not the MMU's.)
 pub(crate) fn known_device(a: &mut Asm, bit: u32) -> usize {
@@ -89,7 +91,8 @@ fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
 
 /// Answers an access whose bytes straddle two pages that the tables have. If the pages are neighbours in the host's
 /// memory too, the bytes are accessed where they are. If not, and they are an operand that is only read (`copies`), r14
-/// becomes the address of a copy. Returns then, with "above" in the flags. With `answers`, asks the second level about
+/// becomes the address of a copy. Returns then, with "above" in the flags. If they are written, r14 becomes the address of a
+/// copy, too, which has to be written back, and the flags say "overflow" and "below". With `answers`, asks the second level about
 /// bytes in one page. All other accesses go on behind this.
 pub(crate) fn straddling(a: &mut Asm, copies: bool, answers: bool) {
     push(a, RAX);
@@ -105,7 +108,7 @@ pub(crate) fn straddling(a: &mut Asm, copies: bool, answers: bool) {
     } else {
         a.jcc(cc::BE)
     };
-    neighbours(a);
+    neighbours(a, copies);
     if copies {
         straddling_read(a);
     }
@@ -123,8 +126,9 @@ fn straddles_at(a: &mut Asm) {
     a.ret();
 }
 
-/// Answers if the pages are neighbours in the host's memory. Changes rax and rcx, as the next function does.
-fn neighbours(a: &mut Asm) {
+/// Answers if the pages are neighbours in the host's memory, or if they are written and may be copied. Changes rax and
+/// rcx, as the next function does.
+fn neighbours(a: &mut Asm, copies: bool) {
     push(a, RDX);
     a.mov(RAX, S0);
     a.alu_imm(true, Alu::And, RAX, -4096);
@@ -145,14 +149,74 @@ fn neighbours(a: &mut Asm) {
     pop(a, RDX);
     straddles_at(a);
     let here = a.here();
-    for from in [wraps, is_apart].into_iter().chain(first).chain(second) {
+    a.patch(is_apart, here);
+    let others = copies.then(|| straddling_write(a));
+    let here = a.here();
+    let others = others.into_iter().flatten();
+    for from in others.chain([wraps]).chain(first).chain(second) {
         a.patch(from, here);
     }
     pop(a, RDX);
 }
 
+/// Copies the bytes that are written, if they are. rcx is the end of the first page on the host, and rdx selects the
+/// second page's entry.
+fn straddling_write(a: &mut Asm) -> [usize; 2] {
+    let is_write = branch_if_write(a);
+    let is_read = a.jmp();
+    let here = a.here();
+    a.patch(is_write, here);
+    load_size(a);
+    a.store(gs(BOUNCED + 24), RAX);
+    a.alu_imm(false, Alu::Cmp, RAX, LEN);
+    let is_long = a.jcc(cc::A);
+    a.load(RDX, selected(host_page(), RDX));
+    a.store(gs(BOUNCED), RCX);
+    a.store(gs(BOUNCED + 8), RDX);
+    for n in (0..LEN).step_by(8) {
+        a.load(RAX, at(RCX, n - LEN));
+        a.store(at(TLB, BOUNCE + n), RAX);
+        a.load(RAX, at(RDX, n));
+        a.store(at(TLB, BOUNCE + LEN + n), RAX);
+    }
+    a.alu_imm(false, Alu::And, S0, 0xfff);
+    a.store(gs(BOUNCED + 16), S0);
+    a.lea(RAX, at(TLB, BOUNCE + LEN - 4096));
+    a.alu_rr(true, Alu::Add, S0, RAX);
+    // "Overflow" and "below".
+    a.alu_rr(false, Alu::Xor, RAX, RAX);
+    a.alu_imm(false, Alu::Cmp, RAX, i32::MIN);
+    pop(a, RDX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.ret();
+    [is_read, is_long]
+}
+
+/// Writes back what [`straddling_write`] has copied: exactly the bytes of the access, as others may write those beside
+/// them. Keeps all registers, and flags.
+pub(crate) fn write_back(a: &mut Asm) {
+    const REP_MOVSB: [u8; 2] = [0xf3, 0xa4];
+    a.bytes(&[0x9c]); // pushfq
+    [RCX, RSI, RDI].into_iter().for_each(|r| push(a, r));
+    a.mov_imm(RCX, 4096);
+    a.alu(true, Alu::Sub, RCX, gs(BOUNCED + 16));
+    a.lea(RSI, at(TLB, BOUNCE + LEN));
+    a.alu_rr(true, Alu::Sub, RSI, RCX);
+    a.load(RDI, gs(BOUNCED));
+    a.alu_rr(true, Alu::Sub, RDI, RCX);
+    a.bytes(&REP_MOVSB);
+    a.load(RCX, gs(BOUNCED + 24));
+    a.alu(true, Alu::Add, RCX, gs(BOUNCED + 16));
+    a.alu_imm(true, Alu::Sub, RCX, 4096);
+    a.load(RDI, gs(BOUNCED + 8));
+    a.bytes(&REP_MOVSB);
+    [RDI, RSI, RCX].into_iter().for_each(|r| pop(a, r));
+    a.bytes(&[0x9d]); // popfq
+    a.ret();
+}
+
 fn straddling_read(a: &mut Asm) {
-    const LEN: i32 = BOUNCE_LEN as i32;
     let is_write = branch_if_write(a);
     load_size(a);
     a.alu_imm(false, Alu::Cmp, RAX, LEN);

@@ -3,7 +3,7 @@
 use super::Emitter;
 use crate::{
     asm::*,
-    codegen::misses::{compare_end, known_device, site_entry_miss, stack_miss, straddling},
+    codegen::misses::{compare_end, known_device, site_entry_miss, stack_miss, straddling, write_back},
     frame::exit::Reason,
     frame::requests::{ACCESS, FIRST, RAISES},
     frame::words::*,
@@ -21,6 +21,8 @@ impl Emitter<'_> {
         let answered = self.a.here();
         self.a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
         self.a.ret();
+        self.t.write_back = self.a.here();
+        write_back(self.a);
         self.t.miss_group = self.a.here();
         straddling(self.a, false, true);
         let within = self.a.here();

@@ -80,8 +80,11 @@ pub struct Trampolines {
     /// known.
     pub(crate) root: usize,
     /// Called after a TLB miss. r14 is the gva, r13d is `site`. Returns the host address in r14, and "above" in the
-    /// flags. Other flags mean that the access is for [`Self::refused`].
+    /// flags. Other flags mean that the access is for [`Self::refused`]; with "overflow" among them, r14 is the address
+    /// of a copy, which the access may be made to before [`Self::write_back`].
     pub(crate) miss: usize,
+    /// Called after an instruction was executed on what [`Self::miss`] has copied from two pages: writes it back.
+    pub(crate) write_back: usize,
     /// Does the same for a group of accesses. If the flags say "below", each access has to probe for itself.
     pub(crate) miss_group: usize,
     /// Does the same for a group that must not be refilled, as its first access reads while others write.
