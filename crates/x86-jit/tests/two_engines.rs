@@ -38,7 +38,13 @@ fn cpu() -> CpuState {
         ..CpuState::default()
     };
     cpu.features.maxphyaddr = 40;
-    for feature in [Feature::Cmov, Feature::Xsave, Feature::Avx, Feature::Avx2] {
+    for feature in [
+        Feature::Clfsh,
+        Feature::Cmov,
+        Feature::Xsave,
+        Feature::Avx,
+        Feature::Avx2,
+    ] {
         cpu.features.set(feature, true);
     }
     for (n, s) in cpu.seg.iter_mut().enumerate() {
@@ -584,4 +590,87 @@ fn words_are_popped_to_memory() {
     assert_eq!(gpr[reg::RSI], 200 * 0x1235);
     assert_eq!(gpr[14], 0);
     assert_eq!(data[0x100..0x108], 32u64.to_le_bytes());
+}
+
+/// String instructions with DF set, one by one and repeated, within pages and over their borders.
+#[test]
+fn strings_that_go_down() {
+    let (gpr, _, _, data) = compare(|a| {
+        let mut again = a.create_label();
+        a.mov(rbx, 0x0102_0304_0506_0708_u64)?;
+        a.mov(rdi, DATA)?;
+        a.mov(ecx, 0x400)?;
+        a.set_label(&mut again)?;
+        a.mov(qword_ptr(rdi), rbx)?;
+        a.imul_3(rbx, rbx, 0x1234_5671)?;
+        a.add(rdi, 8)?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        let mut turns = a.create_label();
+        a.mov(edx, 60)?;
+        a.set_label(&mut turns)?;
+        a.std()?;
+        a.mov(rsi, DATA + 0x900)?;
+        a.mov(rdi, DATA + 0x1020)?;
+        a.lodsb()?;
+        a.stosw()?;
+        a.movsd()?;
+        a.mov(ecx, 24)?;
+        a.rep().movsd()?;
+        a.mov(ecx, 9)?;
+        a.rep().stosb()?;
+        a.mov(ecx, 50)?;
+        a.repne().scasb()?;
+        a.pushfq()?;
+        a.pop(r8)?;
+        a.add(r9, r8)?;
+        a.add(r10, rdi)?;
+        a.mov(ecx, 30)?;
+        a.mov(rdi, rsi)?;
+        a.repe().cmpsq()?;
+        a.cld()?;
+        a.lodsq()?;
+        a.add(r11, rax)?;
+        a.dec(edx)?;
+        a.jnz(turns)
+    });
+    assert_ne!(gpr[11], 0);
+    assert!(data.iter().any(|b| *b != 0));
+}
+
+/// Instructions that few programs execute, with results that do not depend on the engine.
+#[test]
+fn rare_instructions() {
+    let (gpr, ..) = compare(|a| {
+        let mut again = a.create_label();
+        a.mov(ebx, DATA as u32)?;
+        a.mov(ecx, 40)?;
+        a.set_label(&mut again)?;
+        a.mov(byte_ptr(rbx + 0x33), cl)?;
+        a.mov(eax, 0x1233)?;
+        a.xlatb()?;
+        a.add(r8, rax)?;
+        a.enter(0x40, 0)?;
+        a.mov(qword_ptr(rbp - 8), rcx)?;
+        a.enter(0, 0)?;
+        a.leave()?;
+        a.leave()?;
+        a.clflush(byte_ptr(rbx + 0x33))?;
+        a.push(rcx)?;
+        a.xor(ecx, ecx)?;
+        a.xgetbv()?;
+        a.add(r9, rax)?;
+        a.pop(rcx)?;
+        a.vpxor(xmm1, xmm1, xmm1)?;
+        a.vpcmpeqd(ymm2, ymm2, ymm2)?;
+        // No element is selected, so nothing is accessed.
+        a.vpmaskmovd(ymm2, ymm1, ymmword_ptr(0x7fff_0000))?;
+        a.vpmaskmovd(ymmword_ptr(0x7fff_0000), ymm1, ymm2)?;
+        a.vextracti128(xmm3, ymm2, 1)?;
+        a.vmovq(rdx, xmm3)?;
+        a.add(r10, rdx)?;
+        a.dec(ecx)?;
+        a.jnz(again)
+    });
+    assert_eq!([gpr[9], gpr[10]], [7 * 40, 0]);
 }

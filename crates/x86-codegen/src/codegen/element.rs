@@ -1,4 +1,5 @@
-//! MOVS, STOS, LODS, SCAS and CMPS of one element in code with segments, with DF clear.
+//! MOVS, STOS, LODS, SCAS and CMPS of one element in code with segments. The interpreter executes them
+//! where DF is set.
 
 use iced_x86::OpKind;
 use x86_defs::reg;
@@ -21,6 +22,10 @@ impl Translator {
             return Err(Unsupported);
         }
         self.spill_flags(d);
+        // test byte [rflags + 1], DF
+        self.asm.rm(false, &[0xf6], 0, gs(RFLAGS + 1));
+        self.asm.bytes(&[4]);
+        self.bail_if(cc::NE, d.offset);
         let place = |r: Reg| {
             let n = if r == RDI { reg::ES } else { segment.number() };
             (r, n, is_short)

@@ -3,8 +3,8 @@
 //! A gather's elements are loaded one by one. The guest's registers change only once all are there, so a fault, or a
 //! device, leaves the whole instruction to the interpreter.
 //!
-//! A masked move is executed as it is where all its elements are in one page that may be accessed, and some are
-//! selected. The interpreter executes others.
+//! A masked move is executed as it is where all its elements are in one page that may be accessed. Where no element is
+//! selected, nothing is accessed. The interpreter executes others.
 
 use iced_x86::{Mnemonic, Register};
 
@@ -88,17 +88,7 @@ impl Translator {
         }
         let a = &mut self.asm;
         load_vector(a, number(data), DATA, element * count);
-        // vpxor: clears the mask.
-        let m = number(mask);
-        let (r, b) = (0x80 & !(m << 4), 0x20 & !(m << 2));
-        let v = !m & 15;
-        a.bytes(&[
-            0xc4,
-            r | 0x40 | b | 1,
-            v << 3 | 1,
-            0xef,
-            0xc0 | (m & 7) << 3 | m & 7,
-        ]);
+        clear_vector(a, number(mask));
         Ok(())
     }
 
@@ -108,7 +98,7 @@ impl Translator {
         self.spill_flags(d);
         // What is left out is not accessed: neither of a page that has nothing else, nor in a second page.
         test_signs(&mut self.asm, d);
-        self.bail_if(cc::E, d.offset);
+        let nothing = self.asm.jcc(cc::E);
         self.address(d, 0, size)?;
         self.state.cached = None;
         let a = &mut self.asm;
@@ -119,9 +109,26 @@ impl Translator {
         self.probe(d.offset, size, d.memory == Some(true));
         let made = recode((&d.raw, d.i.len()), shape, &HOST, Rm::Host(0), false);
         let len = made.ok_or(Unsupported)?.write(self.asm.window());
-        self.asm.advance(len);
+        let a = &mut self.asm;
+        a.advance(len);
+        let end = (d.memory != Some(true)).then(|| {
+            let end = a.jmp();
+            let here = a.here();
+            a.patch(nothing, here);
+            clear_vector(a, d.i.op0_register().number() as u8);
+            end
+        });
+        let here = a.here();
+        a.patch(end.unwrap_or(nothing), here);
         Ok(())
     }
+}
+
+/// Emits VPXOR of a vector with itself.
+fn clear_vector(a: &mut Asm, n: u8) {
+    let (r, b) = (0x80 & !(n << 4), 0x20 & !(n << 2));
+    let names = 0xc0 | (n & 7) << 3 | n & 7;
+    a.bytes(&[0xc4, r | 0x40 | b | 1, (!n & 15) << 3 | 1, 0xef, names]);
 }
 
 /// Emits VTESTPS or VTESTPD of the mask: ZF becomes 1 if it selects no element.

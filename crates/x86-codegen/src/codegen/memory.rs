@@ -323,7 +323,7 @@ impl Translator {
     }
 
     /// Emits a probe and its stub. Returns where the bytes are.
-    fn probe_for(&mut self, site: u32, size: u32, probe: Probe, finds: Finds) -> Mem {
+    pub(super) fn probe_for(&mut self, site: u32, size: u32, probe: Probe, finds: Finds) -> Mem {
         let (from, resume) = self.look_up(size, probe, finds);
         self.stubs.push(Stub::Refill {
             from,

@@ -30,6 +30,7 @@ mod divide;
 mod element;
 mod flags;
 pub(crate) mod fp_state;
+mod frames;
 pub(crate) mod hoist;
 pub(crate) mod inline;
 mod interpret;
@@ -51,6 +52,7 @@ mod system;
 mod tally;
 pub mod trampolines;
 mod view_changes;
+mod x87;
 
 use flags::Flags;
 use iced_x86::{Encoder, Register};
@@ -437,7 +439,7 @@ impl Translator {
             Lowering::FromSegment => self.segment_to_general(d)?,
             Lowering::FromControl | Lowering::StoreTable => self.read_system_register(d)?,
             Lowering::SegmentBase => self.segment_base_access(d)?,
-            Lowering::Cld => self.clear_direction(d),
+            Lowering::Cld | Lowering::Std => self.direction(d),
             Lowering::Pause => self.pause(),
             Lowering::String => self.string(d),
             Lowering::LoadFpControl => self.load_fp_control(d)?,
@@ -454,6 +456,17 @@ impl Translator {
             Lowering::Pop => self.pop(d),
             Lowering::PopMemory => self.pop_to_memory(d)?,
             Lowering::Leave => self.leave(d),
+            Lowering::Enter => self.enter(d)?,
+            Lowering::PushAll => self.push_all(d),
+            Lowering::PopAll => self.pop_all(d),
+            Lowering::TranslateByte => self.translate_byte(d)?,
+            Lowering::FlushLine => {
+                self.spill_flags(d);
+                self.read_operand(d, 1)?;
+            }
+            Lowering::ProcessorId => self.processor_id(d),
+            Lowering::ExtendedControl => self.extended_control(d),
+            Lowering::X87Environment => self.x87_environment(d)?,
             Lowering::Div | Lowering::Idiv => self.divide(d)?,
             Lowering::Jcc => self.jcc(d)?,
             Lowering::Counted => self.counted(d)?,

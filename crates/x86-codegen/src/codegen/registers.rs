@@ -11,6 +11,8 @@ use crate::{
     frame::state::{MXCSR_FREE, X87_MASKED},
     frame::words::*,
     ir::decoded::Decoded,
+    ir::lowering::Lowering,
+    ir::mode::Mode,
 };
 
 impl Translator {
@@ -157,13 +159,62 @@ impl Translator {
         Ok(())
     }
 
-    /// Translates CLD where DF is clear already. The interpreter clears a DF that is set, as another mode begins then.
-    pub(super) fn clear_direction(&mut self, d: &Decoded) {
+    /// Translates XLAT.
+    pub(super) fn translate_byte(&mut self, d: &Decoded) -> Emit {
+        let (base, segment) = (d.i.memory_base(), d.i.memory_segment());
+        let is_segmented = self.input.mode.has(Mode::SEGMENTED);
+        if base.is_gpr16() && !is_segmented || !segment.is_segment_register() {
+            return Err(Unsupported);
+        }
         self.spill_flags(d);
-        // test byte [rflags + 1], DF
-        self.asm.rm(false, &[0xf6], 0, gs(RFLAGS + 1));
-        self.asm.bytes(&[4]);
+        self.state.cached = None;
+        let a = &mut self.asm;
+        a.rr(false, &[0x0f, 0xb6], S1, RAX); // movzx
+        a.rm(base.is_gpr64(), &[0x8d], S0, at(RBX, 0).plus(S1, 0)); // lea
+        if base.is_gpr16() {
+            a.rr(false, &[0x0f, 0xb7], S0, S0); // movzx
+        }
+        if is_segmented {
+            self.add_base(d.offset, segment.number(), 1);
+        } else if matches!(segment, Register::FS | Register::GS) {
+            let base = segment_base(segment.number());
+            self.asm.alu(self.input.long, Alu::Add, S0, base);
+        }
+        self.probe(d.offset, 1, false);
+        self.asm.rm(false, &[0x8a], RAX, at(S0, 0));
+        Ok(())
+    }
+
+    /// Translates RDPID.
+    pub(super) fn processor_id(&mut self, d: &Decoded) {
+        let n = d.i.op0_register().full_register().number() as u8;
+        let r = host_reg(n).unwrap_or(S1);
+        self.asm.load32(r, gs(TSC_AUX));
+        if r == S1 {
+            self.state.cached = None;
+            self.asm.store(gpr_slot(n), S1);
+        }
+    }
+
+    /// Translates XGETBV of XCR0.
+    pub(super) fn extended_control(&mut self, d: &Decoded) {
+        self.spill_flags(d);
+        self.asm.alu_imm(false, Alu::Cmp, RCX, 0);
         self.bail_if(cc::NE, d.offset);
+        self.asm.load32(RAX, gs(XCR0));
+        self.asm.load32(RDX, gs(XCR0 + 4));
+    }
+
+    /// Translates CLD and STD.
+    pub(super) fn direction(&mut self, d: &Decoded) {
+        self.spill_flags(d);
+        let (op, byte) = if d.kind == Lowering::Std {
+            (1, 0x04) // or
+        } else {
+            (4, 0xfb) // and
+        };
+        self.asm.rm(false, &[0x80], op, gs(RFLAGS + 1));
+        self.asm.bytes(&[byte]);
     }
 
     /// Translates PAUSE. It shortens the countdown by more than one instruction, as a guest that pauses often may wait

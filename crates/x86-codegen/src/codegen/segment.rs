@@ -41,6 +41,11 @@ impl Translator {
 
     /// Loads r14 with the address of the word of the stack at `r + disp`. In code with segments this changes flags.
     pub(super) fn stack_address(&mut self, offset: u32, r: Reg, disp: i32) {
+        self.stack_bytes(offset, (r, disp), self.word() as u32);
+    }
+
+    /// Does the same for `size` bytes.
+    pub(super) fn stack_bytes(&mut self, offset: u32, (r, disp): (Reg, i32), size: u32) {
         self.lea_word(S0, at(r, disp));
         if !self.input.mode.has(Mode::SEGMENTED) {
             return;
@@ -48,7 +53,7 @@ impl Translator {
         if self.input.mode.has(Mode::STACK16) {
             self.asm.rr(false, &[0x0f, 0xb7], S0, S0); // movzx
         }
-        self.add_base(offset, reg::SS, self.word() as u32);
+        self.add_base(offset, reg::SS, size);
     }
 
     /// Translates MOV to a segment register in real mode.

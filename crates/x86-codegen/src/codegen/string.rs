@@ -1,5 +1,5 @@
 //! MOVS, STOS, LODS, SCAS and CMPS with addresses of the mode's size. They are executed on the host, by host addresses,
-//! if DF is clear and no operand leaves its page; otherwise by the interpreter.
+//! if no operand leaves its page; otherwise by the interpreter.
 //!
 //! A page of the guest is a page of the host, so operands that overlap do so on the host in the same way.
 
@@ -83,20 +83,29 @@ fn charge(a: &mut Asm, op: Op, counts: Option<Layout>) {
     }
 }
 
-fn one(
-    a: &mut Asm,
-    [bail, refill]: [usize; 2],
-    op: Op,
-    (size, repeat): (usize, usize),
-    counts: Option<Layout>,
-) {
-    let (mut slow, mut misses) = (Vec::new(), Vec::new());
-    let mut none = None;
+/// Emits the code of one form, for both directions.
+fn one(a: &mut Asm, ways_out: [usize; 2], op: Op, form: (usize, usize), counts: Option<Layout>) {
     a.store32(gs(SPILL), S1);
     // test byte [rflags + 1], DF
     a.rm(false, &[0xf6], 0, gs(RFLAGS + 1));
     a.bytes(&[4]);
-    slow.push(a.jcc(cc::NE));
+    let is_down = a.jcc(cc::NE);
+    in_direction(a, ways_out, op, form, (false, counts));
+    let here = a.here();
+    a.patch(is_down, here);
+    in_direction(a, ways_out, op, form, (true, counts));
+}
+
+/// Emits the code of one form for one direction: `down` if DF is set.
+fn in_direction(
+    a: &mut Asm,
+    [bail, refill]: [usize; 2],
+    op: Op,
+    (size, repeat): (usize, usize),
+    (down, counts): (bool, Option<Layout>),
+) {
+    let (mut slow, mut misses) = (Vec::new(), Vec::new());
+    let mut none = None;
     if repeat != 0 {
         a.alu_imm(true, Alu::Cmp, RCX, 4096 >> size);
         slow.push(a.jcc(cc::A));
@@ -119,7 +128,8 @@ fn one(
         }
         let write = *r == RDI && op.writes();
         let retry = a.here();
-        let miss = distance(a, *r, write, size, repeat != 0, &mut slow);
+        let run = (repeat != 0).then_some(down);
+        let miss = distance(a, *r, write, size, run, &mut slow);
         misses.push((miss, retry, *r, write));
     }
     // The distances from guest to host addresses that RDI and RSI are moved by.
@@ -137,6 +147,12 @@ fn one(
     if rsi {
         a.alu_rr(true, Alu::Sub, RSI, by_rsi);
     }
+    // Processors take a hundred cycles for STD and CLD, and one element is the same in both directions.
+    let turns = down && repeat != 0;
+    let back = if down && !turns { -(2 << size) } else { 0 };
+    if turns {
+        a.bytes(&[0xfd]); // std
+    }
     match repeat {
         0 => {}
         1 => a.bytes(&[0xf3]),
@@ -148,12 +164,15 @@ fn one(
         _ => {}
     }
     a.bytes(&[op.opcode() + u8::from(size != 0)]);
+    if turns {
+        a.bytes(&[0xfc]); // cld
+    }
     // LEA leaves the flags alone, which are the guest's.
     if rdi {
-        a.lea(RDI, at(RDI, 0).plus(by_rdi, 0));
+        a.lea(RDI, at(RDI, back).plus(by_rdi, 0));
     }
     if rsi {
-        a.lea(RSI, at(RSI, 0).plus(by_rsi, 0));
+        a.lea(RSI, at(RSI, back).plus(by_rsi, 0));
     }
     a.ret();
     if let Some(from) = none {
@@ -209,13 +228,13 @@ fn give_up(a: &mut Asm, bail: usize, counts: Option<Layout>) {
 }
 
 /// Makes r14 the distance of the guest's address in `r` from its host address, if all elements are in one page that the
-/// TLB has. Returns the branch to take if the TLB does not have the page.
+/// TLB has. `run`: whether repeated elements go down. Returns the branch to take if the TLB does not have the page.
 fn distance(
     a: &mut Asm,
     r: Reg,
     write: bool,
     size: usize,
-    repeated: bool,
+    run: Option<bool>,
     slow: &mut Vec<usize>,
 ) -> usize {
     select_entry(a, S1, r);
@@ -223,10 +242,21 @@ fn distance(
     a.alu(true, Alu::Sub, S0, tag(write));
     a.alu_imm(true, Alu::Cmp, S0, 4096 - (1 << size));
     let miss = a.jcc(cc::A);
-    if repeated {
-        a.lea(S0, at(S0, 0).plus(RCX, size as u8));
-        a.alu_imm(true, Alu::Cmp, S0, 4096);
-        slow.push(a.jcc(cc::A));
+    match run {
+        None => {}
+        Some(false) => {
+            a.lea(S0, at(S0, 0).plus(RCX, size as u8));
+            a.alu_imm(true, Alu::Cmp, S0, 4096);
+            slow.push(a.jcc(cc::A));
+        }
+        Some(true) => {
+            const NEG: (u8, u8) = (0xf7, 3);
+            a.rr(true, &[NEG.0], NEG.1, RCX);
+            a.lea(S0, at(S0, 1 << size).plus(RCX, size as u8));
+            a.rr(true, &[NEG.0], NEG.1, RCX);
+            a.rr(true, &[0x85], S0, S0); // test
+            slow.push(a.jcc(cc::S));
+        }
     }
     a.load(S0, tag(write));
     a.alu(true, Alu::Sub, S0, host_page());

@@ -147,6 +147,7 @@ pub(crate) const IDTR: [usize; 2] = [
 pub(crate) const CR0: usize = offset_of!(CpuState, cr0);
 pub(crate) const CR2: usize = offset_of!(CpuState, cr2);
 pub(crate) const CR3: usize = offset_of!(CpuState, cr3);
+pub(crate) const XCR0: usize = offset_of!(CpuState, xcr0);
 pub(crate) const CR4: usize = offset_of!(CpuState, cr4);
 pub(crate) const PKRU: usize = offset_of!(CpuState, pkru);
 pub(crate) const TSC_AUX: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, tsc_aux);

@@ -13,7 +13,7 @@ impl Mode {
     pub const NONE: Self = Self(0);
     /// FP and SIMD instructions are enabled and raise no exceptions.
     pub const FP: Self = Self(1);
-    /// CPL is 0, and NT and DF are clear.
+    /// CPL is 0, and NT is clear.
     pub const KERNEL: Self = Self(2);
     /// RDTSC is allowed, and the guest's TSC is the host's plus a constant.
     pub const TSC: Self = Self(4);

@@ -20,6 +20,7 @@ use crate::{
 /// Flags that may be set in the RFLAGS that is returned to. Translated kernel code has no others set that matter
 /// (`x86_codegen::ir::mode::Mode::KERNEL`).
 const PLAIN: u64 = rflags::ARITH
+    | rflags::DF
     | rflags::IF
     | rflags::IOPL
     | rflags::FIXED1

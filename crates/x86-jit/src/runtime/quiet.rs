@@ -12,7 +12,7 @@ pub(crate) enum Change {
     Any,
     /// Nothing: general registers, arithmetic flags, memory, descriptor tables' addresses.
     Nothing,
-    /// DF, ES, DS, FS or GS, on which the mode depends. Or nothing, but descriptors are read, as the supervisor reads
+    /// ES, DS, FS or GS, on which the mode depends. Or nothing, but descriptors are read, as the supervisor reads
     /// them.
     Mode,
     /// What WRMSR changes: nothing with some indexes.
@@ -26,7 +26,7 @@ impl Change {
         match insn.code.mnemonic() {
             M::Mov => moved(insn),
             M::Pop => popped(insn.code),
-            M::Std | M::Lds | M::Les | M::Lfs | M::Lgs => Self::Mode,
+            M::Lds | M::Les | M::Lfs | M::Lgs => Self::Mode,
             M::Lar | M::Lsl | M::Verr | M::Verw => Self::Mode,
             M::Wrmsr => Self::Msr,
             m if is_general(m) || is_string(m) || is_masked(m) || is_system(m) => Self::Nothing,

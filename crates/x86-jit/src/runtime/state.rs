@@ -91,7 +91,7 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
     if cpu.cr4 & cr4::OSXSAVE != 0 && cpu.xcr0 & 7 == 7 {
         mode |= Mode::AVX;
     }
-    if cpu.cpl == 0 && cpu.rflags & (rflags::NT | rflags::DF) == 0 {
+    if cpu.cpl == 0 && cpu.rflags & rflags::NT == 0 {
         mode |= Mode::KERNEL;
     }
     if cpu.retired.counts_at(cpu.cpl) {

@@ -34,7 +34,7 @@ pub(crate) fn set_flags(cpu: &mut CpuState, flags: u64) {
 
 /// Executes SYSCALL at an offset of the current page. Returns the target.
 pub(crate) fn enter<B: JitBus>(cpu: &mut CpuState, bus: &mut B, offset: u64) -> u64 {
-    const NOT_TAKEN: u64 = rflags::NT | rflags::DF | rflags::TF | rflags::AC;
+    const NOT_TAKEN: u64 = rflags::NT | rflags::TF | rflags::AC;
     let frame = &cpu.engine;
     let flags = cpu.rflags & !rflags::ARITH | unpack(frame.flags);
     let after = flags & !cpu.msr.fmask;
@@ -62,7 +62,8 @@ pub(crate) fn interrupt_waits<B: JitBus>(cpu: &CpuState, bus: &B) -> bool {
 
 /// Executes SYSRETQ; RCX and R11 are in memory. Returns the target.
 pub(crate) fn leave<B: JitBus>(cpu: &mut CpuState, bus: &mut B) -> u64 {
-    const PLAIN: u64 = rflags::ARITH | rflags::IF | rflags::IOPL | rflags::FIXED1 | rflags::ID;
+    const PLAIN: u64 =
+        rflags::ARITH | rflags::DF | rflags::IF | rflags::IOPL | rflags::FIXED1 | rflags::ID;
     let flags = cpu.gpr[reg::R11];
     let target = cpu.gpr[reg::RCX];
     let waits = interrupt_waits(cpu, bus);

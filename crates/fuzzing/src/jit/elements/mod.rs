@@ -7,7 +7,7 @@ use iced_x86::{Code, Instruction, MemoryOperand, OpKind, Register as R};
 
 use super::{
     generate::{Builder, general, made, mov, plain},
-    machine::STACK_TOP,
+    machine::{CODE, STACK_TOP, USER},
     program::{Element, Fix, Target},
 };
 
@@ -291,6 +291,9 @@ impl Builder<'_> {
     pub(super) fn fp_control(&mut self) -> Element {
         let registers = self.registers;
         let mut e = Element::default();
+        if self.r.one_in(3) {
+            return self.x87_environment();
+        }
         let to = self.target(4);
         let r = &mut self.r;
         let x87 = r.one_in(2);
@@ -321,6 +324,65 @@ impl Builder<'_> {
         let to = if r.one_in(8) { self.target(4) } else { to };
         self.aim(&mut e, &mut i, to);
         e.push(i);
+        e
+    }
+}
+
+impl Builder<'_> {
+    /// Returns what changes or stores the x87 environment, or reads what few instructions read.
+    fn x87_environment(&mut self) -> Element {
+        let registers = self.registers;
+        let mut e = Element::default();
+        let to = self.target(28);
+        let r = &mut self.r;
+        match r.below(6) {
+            0 => e.push(plain(Code::Fninit)),
+            1 => e.push(plain(Code::Fnclex)),
+            2 => {
+                let mut i = plain(if self.narrow {
+                    Code::Rdpid_r32
+                } else {
+                    Code::Rdpid_r64
+                });
+                let n = general(r, registers).number() as u32;
+                i.set_op0_register(if self.narrow { R::EAX } else { R::RAX } + n);
+                e.push(i);
+            }
+            3 => {
+                if !r.one_in(8) {
+                    e.push(mov(R::RCX, 0));
+                }
+                e.push(plain(Code::Xgetbv));
+            }
+            _ => {
+                let register = general(r, registers);
+                e.push(mov(register, to));
+                let at = |n| MemoryOperand::with_base_displ(register, n);
+                let mut i = plain(Code::Fnstenv_m28byte);
+                i.set_op0_kind(OpKind::Memory);
+                i.set_memory_base(register);
+                e.push(i);
+                // Engines differ in the last instruction's addresses, but none has one of the host's.
+                for n in [12, 16, 20, 24] {
+                    let v = if n == 12 { USER + CODE } else { r.next() };
+                    let store = Instruction::with2(Code::Mov_rm32_imm32, at(n), v as i32);
+                    e.push(made(store));
+                }
+                for n in [0, 4, 8] {
+                    let bits = if n == 0 && r.one_in(8) {
+                        0x1f3f
+                    } else {
+                        0x7fc0
+                    };
+                    let bits = (r.next() as i32) & bits;
+                    if r.one_in(2) {
+                        e.push(made(Instruction::with2(Code::Xor_rm32_imm32, at(n), bits)));
+                    }
+                }
+                i.set_code(Code::Fldenv_m28byte);
+                e.push(i);
+            }
+        }
         e
     }
 }

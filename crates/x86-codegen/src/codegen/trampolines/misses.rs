@@ -3,7 +3,9 @@
 use super::Emitter;
 use crate::{
     asm::*,
-    codegen::misses::{compare_end, known_device, site_entry_miss, stack_miss, straddling, write_back},
+    codegen::misses::{
+        compare_end, known_device, site_entry_miss, stack_miss, straddling, write_back,
+    },
     frame::exit::Reason,
     frame::requests::{ACCESS, FIRST, RAISES},
     frame::words::*,

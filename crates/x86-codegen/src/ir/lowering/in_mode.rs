@@ -39,8 +39,8 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     if kind == Lowering::Clts && mode.has(Mode::COUNTS) {
         return Lowering::Interpret;
     }
-    // With these mode bits DF is clear, and no x87 exception can be pending.
-    if kind == Lowering::Cld && mode.has(Mode::KERNEL) || form.waits && mode.has(Mode::FP) {
+    // With this mode bit no x87 exception can be pending.
+    if form.waits && mode.has(Mode::FP) {
         return Lowering::Nop;
     }
     kind
@@ -53,6 +53,9 @@ pub(crate) fn needs(kind: Lowering, vex: bool) -> Mode {
             Mode::FP | Mode::AVX
         }
         Lowering::Gather | Lowering::MaskedMove => Mode::FP | Mode::AVX,
+        // It needs CR4.OSXSAVE.
+        Lowering::ExtendedControl => Mode::AVX,
+        Lowering::X87Environment => Mode::FP,
         Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::LoadFpControl => Mode::FP,
         Lowering::Rdtsc => Mode::TSC,
         Lowering::Pushf
@@ -66,7 +69,6 @@ pub(crate) fn needs(kind: Lowering, vex: bool) -> Mode {
         | Lowering::StoreTable
         | Lowering::ToCr0
         | Lowering::Clts
-        | Lowering::Element
         | Lowering::Ac => Mode::KERNEL,
         Lowering::ToSegment | Lowering::PopSegment => Mode::KERNEL.with(Mode::REAL),
         _ => Mode::NONE,

@@ -12,6 +12,9 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
         C::Push_r16 | C::Push_rm16 | C::Push_imm16 | C::Pushw_imm8 => Lowering::Push,
         C::Pop_r16 | C::Pop_rm16 => Lowering::Pop,
         C::Leavew => Lowering::Leave,
+        C::Enterw_imm16_imm8 => Lowering::Enter,
+        C::Pushaw => Lowering::PushAll,
+        C::Popaw => Lowering::PopAll,
         C::Pushfw => Lowering::Pushf,
         C::Popfw => Lowering::Popf,
         C::Jmp_rel8_16 | C::Jmp_rel16 => Lowering::Jmp,
@@ -37,6 +40,7 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
             | Lowering::KeyRights
             | Lowering::Ac
             | Lowering::ToCr0
+            | Lowering::X87Environment
             | Lowering::Clts => Lowering::Interpret,
             kind => kind,
         },
@@ -55,6 +59,9 @@ pub(crate) fn has_short_words(code: Code) -> bool {
             | C::Pop_r16
             | C::Pop_rm16
             | C::Leavew
+            | C::Enterw_imm16_imm8
+            | C::Pushaw
+            | C::Popaw
             | C::Pushfw
             | C::Popfw
             | C::Pushw_ES

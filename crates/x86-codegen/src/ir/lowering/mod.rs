@@ -43,6 +43,22 @@ pub enum Lowering {
     PopMemory,
     /// LEAVE.
     Leave,
+    /// ENTER.
+    Enter,
+    /// PUSHA.
+    PushAll,
+    /// POPA.
+    PopAll,
+    /// XLAT.
+    TranslateByte,
+    /// CLFLUSH, CLFLUSHOPT and CLWB, which access the line's memory and do nothing else.
+    FlushLine,
+    /// RDPID.
+    ProcessorId,
+    /// XGETBV.
+    ExtendedControl,
+    /// FNINIT, and FNSTENV and FLDENV of 28 bytes.
+    X87Environment,
     /// DIV, guarded against #DE.
     Div,
     /// IDIV, guarded against #DE.
@@ -59,7 +75,7 @@ pub enum Lowering {
     FromSegment,
     /// MOVS, STOS, LODS, SCAS, CMPS.
     String,
-    /// One element of [`Lowering::String`] in code with segments, where DF is clear.
+    /// One element of [`Lowering::String`] in code with segments.
     Element,
     /// MOV to a segment register in real mode, and POP of one.
     ToSegment,
@@ -79,6 +95,8 @@ pub enum Lowering {
     SegmentBase,
     /// CLD.
     Cld,
+    /// STD.
+    Std,
     /// PAUSE.
     Pause,
     /// RDPKRU and WRPKRU.
@@ -87,7 +105,7 @@ pub enum Lowering {
     Rdtsc,
     /// RDPMC.
     Rdpmc,
-    /// PUSHF in code without segments, and at CPL 0 with NT and DF clear.
+    /// PUSHF in code without segments, and at CPL 0 with NT clear.
     Pushf,
     /// POPF in the same code that changes at most arithmetic flags, and IF at CPL 0.
     Popf,
@@ -143,6 +161,7 @@ impl Lowering {
                 | Self::Gather
                 | Self::MaskedMove
                 | Self::LoadFpControl
+                | Self::X87Environment
         )
     }
 
@@ -259,6 +278,17 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
             Lowering::Pop
         }
         M::Leave if matches!(code, Code::Leaveq | Code::Leaved) => Lowering::Leave,
+        M::Enter if matches!(code, Code::Enterq_imm16_imm8 | Code::Enterd_imm16_imm8) => {
+            Lowering::Enter
+        }
+        M::Pushad => Lowering::PushAll,
+        M::Popad => Lowering::PopAll,
+        M::Xlatb => Lowering::TranslateByte,
+        M::Clflush | M::Clflushopt | M::Clwb => Lowering::FlushLine,
+        M::Rdpid => Lowering::ProcessorId,
+        M::Xgetbv => Lowering::ExtendedControl,
+        M::Fninit => Lowering::X87Environment,
+        M::Fnstenv | M::Fldenv if i.memory_size().size() == 28 => Lowering::X87Environment,
         M::Div => Lowering::Div,
         M::Idiv => Lowering::Idiv,
         M::Jmp
@@ -300,6 +330,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         }
         M::Sgdt | M::Sidt if stores_table(code) => Lowering::StoreTable,
         M::Cld => Lowering::Cld,
+        M::Std => Lowering::Std,
         M::Pause => Lowering::Pause,
         _ if i.is_string_instruction() => Lowering::String,
         M::Rdtsc | M::Rdtscp => Lowering::Rdtsc,
@@ -315,7 +346,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         M::Stac | M::Clac => Lowering::Ac,
         M::Rdpkru | M::Wrpkru => Lowering::KeyRights,
         _ if is_harmless_integer(i) => Lowering::Copy,
-        M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Lowering::CopyFp,
+        M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw | M::Fnclex => Lowering::CopyFp,
         M::Ldmxcsr | M::Vldmxcsr | M::Fldcw => Lowering::LoadFpControl,
         M::Stmxcsr | M::Vstmxcsr => Lowering::CopyFp,
         _ if is_gather(i) && host.has(CpuidFeature::AVX2) => Lowering::Gather,

@@ -182,7 +182,6 @@ fn state_of_the_host_is_out_of_reach() {
         Code::Fxrstor_m512byte,
         Code::Xrstor_mem,
         Code::Xsetbv,
-        Code::Std,
         Code::Maskmovdqu_rDI_xmm_xmm,
         Code::Mov_r64_dr,
         Code::Popw_FS,
@@ -208,6 +207,7 @@ fn state_of_the_host_is_out_of_reach() {
     // These have code of their own.
     for code in [
         Code::Cld,
+        Code::Std,
         Code::Movsb_m8_m8,
         Code::Stosq_m64_RAX,
         Code::Cmpsd_m32_m32,

@@ -1,0 +1,64 @@
+//! Instructions on several words of the stack: PUSHA and POPA by one probe, ENTER of an outermost procedure.
+
+use super::{
+    Emit, Translator, Unsupported,
+    memory::{Finds, Probe},
+};
+use crate::{asm::*, frame::requests::site, frame::words::*, ir::decoded::Decoded};
+
+/// Registers that PUSHA pushes.
+const ALL: i32 = 8;
+
+impl Translator {
+    pub(super) fn push_all(&mut self, d: &Decoded) {
+        let word = self.word();
+        self.words_of_stack(d, -ALL * word, (ALL * word) as u32, true);
+        // EDI is pushed last, and ESP as it is before.
+        for (n, disp) in (0..8).rev().zip((0..).step_by(word as usize)) {
+            if let Some(r) = host_reg(n) {
+                self.store_word(at(S0, disp), r);
+            }
+        }
+        self.move_stack(-ALL * word);
+    }
+
+    pub(super) fn pop_all(&mut self, d: &Decoded) {
+        let word = self.word();
+        self.words_of_stack(d, 0, (ALL * word) as u32, false);
+        for (n, disp) in (0..8).rev().zip((0..).step_by(word as usize)) {
+            if let Some(r) = host_reg(n).filter(|r| *r != GUEST_RSP) {
+                self.load_to_register(r, at(S0, disp));
+            }
+        }
+        self.move_stack(ALL * word);
+    }
+
+    /// Translates ENTER without enclosing procedures. The new top of the stack has to be writable (SDM vol. 2).
+    pub(super) fn enter(&mut self, d: &Decoded) -> Emit {
+        if d.i.immediate8_2nd() & 31 != 0 {
+            return Err(Unsupported);
+        }
+        let word = self.word();
+        let locals = i32::from(d.i.immediate16());
+        if locals != 0 {
+            self.words_of_stack(d, -word - locals, word as u32, true);
+        }
+        self.words_of_stack(d, -word, word as u32, true);
+        self.store_word(at(S0, 0), RBP);
+        self.move_stack(-word);
+        if word == 2 {
+            self.asm.bytes(&[0x66]);
+        }
+        self.asm.rr(self.input.long, &[0x8b], RBP, GUEST_RSP);
+        self.move_stack(-locals);
+        Ok(())
+    }
+
+    /// Makes r14 the host address of `size` bytes at the guest's stack pointer plus `disp`.
+    fn words_of_stack(&mut self, d: &Decoded, disp: i32, size: u32, write: bool) {
+        self.spill_flags(d);
+        self.stack_bytes(d.offset, (GUEST_RSP, disp), size);
+        let site = site(d.offset, size, write);
+        self.probe_for(site, size, Probe::Stack, Finds::Address);
+    }
+}
