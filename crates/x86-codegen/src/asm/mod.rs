@@ -3,13 +3,10 @@
 //! Guest instructions themselves are re-encoded by the decoder's library. This emitter is for code that is emitted many
 //! times per block, where the speed of translation counts.
 
+mod isa;
 mod literals;
 
-use std::sync::LazyLock;
-
-use host::cpu::cpuid;
-use iced_x86::CpuidFeature;
-use x86_native::HostFeatures;
+pub use isa::Isa;
 
 /// A host general register by number.
 pub(crate) type Reg = u8;
@@ -17,8 +14,8 @@ pub(crate) type Reg = u8;
 pub(crate) const RAX: Reg = 0;
 pub(crate) const RCX: Reg = 1;
 pub(crate) const RDX: Reg = 2;
-pub(crate) const RSP: Reg = 4;
 pub(crate) const RBX: Reg = 3;
+pub(crate) const RSP: Reg = 4;
 pub(crate) const RBP: Reg = 5;
 pub(crate) const RSI: Reg = 6;
 pub(crate) const RDI: Reg = 7;
@@ -130,33 +127,6 @@ impl Out {
 
 /// Bytes of a line of the host's caches.
 pub const CACHE_LINE: usize = 64;
-
-/// Extensions of the host's instruction set that generated code uses where the host has them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Isa {
-    /// BEXTR.
-    pub(crate) bmi1: bool,
-    /// RORX.
-    pub(crate) bmi2: bool,
-    /// YMM registers.
-    pub(crate) avx: bool,
-    /// XGETBV says with ECX = 1 which state components are in use (SDM vol. 1, 13.6).
-    pub(crate) xinuse: bool,
-}
-
-impl Isa {
-    /// Returns the extensions of this host. XGETBV's is asked for once, as CPUID takes microseconds in a virtual
-    /// machine.
-    pub fn of_host(features: &HostFeatures) -> Self {
-        static XINUSE: LazyLock<bool> = LazyLock::new(|| cpuid(0xd, 1)[0] & 1 << 2 != 0);
-        Self {
-            bmi1: features.has(CpuidFeature::BMI1),
-            bmi2: features.has(CpuidFeature::BMI2),
-            avx: features.has(CpuidFeature::AVX),
-            xinuse: *XINUSE,
-        }
-    }
-}
 
 /// Maximum length of each part of a block.
 pub const MAX_BLOCK: usize = 32 << 10;

@@ -4,13 +4,24 @@ use super::{
     Emit, Translator, Unsupported,
     memory::{Finds, Probe},
 };
-use crate::{asm::*, frame::requests::site, frame::words::*, ir::decoded::Decoded};
+use crate::{
+    asm::*, frame::requests::site, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering,
+};
 
 /// Registers that PUSHA pushes.
 const ALL: i32 = 8;
 
 impl Translator {
-    pub(super) fn push_all(&mut self, d: &Decoded) {
+    pub(super) fn frame(&mut self, d: &Decoded) -> Emit {
+        match d.kind {
+            Lowering::PushAll => self.push_all(d),
+            Lowering::PopAll => self.pop_all(d),
+            _ => self.enter(d)?,
+        }
+        Ok(())
+    }
+
+    fn push_all(&mut self, d: &Decoded) {
         let word = self.word();
         self.words_of_stack(d, -ALL * word, (ALL * word) as u32, true);
         // EDI is pushed last, and ESP as it is before.
@@ -22,7 +33,7 @@ impl Translator {
         self.move_stack(-ALL * word);
     }
 
-    pub(super) fn pop_all(&mut self, d: &Decoded) {
+    fn pop_all(&mut self, d: &Decoded) {
         let word = self.word();
         self.words_of_stack(d, 0, (ALL * word) as u32, false);
         for (n, disp) in (0..8).rev().zip((0..).step_by(word as usize)) {
@@ -34,7 +45,7 @@ impl Translator {
     }
 
     /// Translates ENTER without enclosing procedures. The new top of the stack has to be writable (SDM vol. 2).
-    pub(super) fn enter(&mut self, d: &Decoded) -> Emit {
+    fn enter(&mut self, d: &Decoded) -> Emit {
         if d.i.immediate8_2nd() & 31 != 0 {
             return Err(Unsupported);
         }

@@ -456,14 +456,9 @@ impl Translator {
             Lowering::Pop => self.pop(d),
             Lowering::PopMemory => self.pop_to_memory(d)?,
             Lowering::Leave => self.leave(d),
-            Lowering::Enter => self.enter(d)?,
-            Lowering::PushAll => self.push_all(d),
-            Lowering::PopAll => self.pop_all(d),
+            Lowering::Enter | Lowering::PushAll | Lowering::PopAll => self.frame(d)?,
             Lowering::TranslateByte => self.translate_byte(d)?,
-            Lowering::FlushLine => {
-                self.spill_flags(d);
-                self.read_operand(d, 1)?;
-            }
+            Lowering::FlushLine => self.flush_line(d)?,
             Lowering::ProcessorId => self.processor_id(d),
             Lowering::ExtendedControl => self.extended_control(d),
             Lowering::X87Environment => self.x87_environment(d)?,

@@ -185,6 +185,12 @@ impl Translator {
         Ok(())
     }
 
+    /// Translates CLFLUSH, CLFLUSHOPT and CLWB.
+    pub(super) fn flush_line(&mut self, d: &Decoded) -> Emit {
+        self.spill_flags(d);
+        self.read_operand(d, 1)
+    }
+
     /// Translates RDPID.
     pub(super) fn processor_id(&mut self, d: &Decoded) {
         let n = d.i.op0_register().full_register().number() as u8;
