@@ -190,6 +190,9 @@ fn start(r: &mut Random, cpl: u8, narrow: bool) -> CpuState {
         cpu.cr4 |= cr4::PKE;
         cpu.pkru = rights(r);
     }
+    if r.one_in(8) {
+        cpu.cr4 &= !cr4::OSFXSR;
+    }
     if r.one_in(16) {
         cpu.cr0 &= !x86_defs::control::cr0::WP;
     }

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     asm::*, frame::requests::site, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering,
+    ir::mode::Mode,
 };
 
 /// Registers that PUSHA pushes.
@@ -68,6 +69,15 @@ impl Translator {
     /// Makes r14 the host address of `size` bytes at the guest's stack pointer plus `disp`.
     fn words_of_stack(&mut self, d: &Decoded, disp: i32, size: u32, write: bool) {
         self.spill_flags(d);
+        if self.input.mode.has(Mode::STACK16) && size as i32 > self.word() {
+            // SP wraps around between two words.
+            self.state.cached = None;
+            self.lea_word(S1, at(GUEST_RSP, disp));
+            let a = &mut self.asm;
+            a.rr(false, &[0x0f, 0xb7], S1, S1); // movzx
+            a.alu_imm(false, Alu::Cmp, S1, 0x1_0000 - size as i32);
+            self.bail_if(cc::A, d.offset);
+        }
         self.stack_bytes(d.offset, (GUEST_RSP, disp), size);
         let site = site(d.offset, size, write);
         self.probe_for(site, size, Probe::Stack, Finds::Address);

@@ -467,6 +467,7 @@ impl Translator {
             Lowering::Counted => self.counted(d)?,
             Lowering::Element => self.element(d)?,
             Lowering::ToSegment => self.general_to_segment(d)?,
+            Lowering::LoadPointer => self.load_pointer(d)?,
             Lowering::PushSegment | Lowering::PushSelector | Lowering::PopSegment => {
                 self.segment_on_stack(d);
             }

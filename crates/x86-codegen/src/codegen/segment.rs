@@ -2,11 +2,15 @@
 //! may be beyond the limit.
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
-use x86_defs::{reg, segment::Attr};
+use x86_defs::{reg, rflags, segment::Attr};
 
 use super::{Emit, Flags, Stub, Translator, Unsupported, has_short_address, memory::Finds};
 use crate::{
-    asm::*, frame::requests, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering,
+    asm::*,
+    frame::requests,
+    frame::words::*,
+    ir::decoded::Decoded,
+    ir::lowering::{Lowering, pointer_segment},
     ir::mode::Mode,
 };
 
@@ -69,6 +73,27 @@ impl Translator {
         }
         self.state.cached = None;
         self.load_segment(d.i.op0_register().number());
+        Ok(())
+    }
+
+    /// Translates LDS and others of its kind in real mode.
+    pub(super) fn load_pointer(&mut self, d: &Decoded) -> Emit {
+        let segment = pointer_segment(d.i.code()).ok_or(Unsupported)?;
+        let size = d.i.op0_register().size();
+        let r = host_reg(d.i.op0_register().full_register().number() as u8).ok_or(Unsupported)?;
+        let operand = self.operand(d, size as u32 + 2, false, false, Finds::Address)?;
+        self.state.cached = None;
+        let a = &mut self.asm;
+        let behind = Mem {
+            disp: operand.disp + size as i32,
+            ..operand
+        };
+        a.rm(false, &[0x0f, 0xb7], S1, behind); // movzx
+        if size == 2 {
+            a.bytes(&[0x66]);
+        }
+        a.rm(false, &[0x8b], r, operand); // mov
+        self.load_segment(segment.number());
         Ok(())
     }
 
@@ -162,18 +187,26 @@ impl Translator {
         Ok(())
     }
 
-    /// Loads segment register `n` with the selector in r13 as real mode does: the limit stays, and the size. Changes
-    /// flags.
+    /// Loads segment register `n` with the selector in r13 as real mode does: the limit stays, and the size. In
+    /// virtual-8086 mode, the attributes are what they always are there. Changes flags.
     fn load_segment(&mut self, n: usize) {
         const SIZE: u32 = Attr::G | Attr::DB | Attr::AVL;
         const DATA: u32 = 0x93;
+        let is_kernel = self.input.mode.has(Mode::KERNEL);
         let a = &mut self.asm;
         a.store16(selector(n), S1);
+        let is_virtual = (!is_kernel).then(|| {
+            a.rm(false, &[0xf7], 0, gs(RFLAGS)); // test
+            a.bytes(&(rflags::VM as u32).to_le_bytes());
+            a.jcc(cc::NE)
+        });
         for (group, bits) in [(4, SIZE), (1, DATA)] {
             // and, or
             a.rm(false, &[0x81], group, segment_attr(n));
             a.bytes(&bits.to_le_bytes());
         }
+        let here = a.here();
+        is_virtual.into_iter().for_each(|from| a.patch(from, here));
         a.shift(false, 4, S1, 4);
         a.store(segment_base(n), S1);
     }

@@ -1,10 +1,7 @@
 //! STAC, CLAC, MOV to CR0, CLTS and WRPKRU in generated code: goes on with the tables of another view, which Rust has
 //! changed to before, or with the keys of another mode.
 
-use x86_defs::{
-    control::{cr0, cr4},
-    rflags, xsave,
-};
+use x86_defs::{control::cr0, rflags, xsave};
 
 use crate::{
     asm::*,
@@ -98,9 +95,6 @@ fn change_mode(a: &mut Asm) -> Vec<usize> {
     a.bytes(&((cr0::TS | cr0::EM) as u32).to_le_bytes());
     let mut without_fp = vec![a.jcc(cc::NE)];
     // The conditions are those of `runtime::state::has_plain_fp`.
-    a.rm(false, &[0xf7], 0, gs(CR4)); // test
-    a.bytes(&(cr4::OSFXSR as u32).to_le_bytes());
-    without_fp.push(a.jcc(cc::E));
     a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
     let is_live = a.jcc(cc::NE);
     let saved = |at: usize| gs(FP_AREA + at);

@@ -10,7 +10,7 @@ use x86_defs::retired::{BRANCHES as OF_BRANCHES, CONDITIONAL_TAKEN, NEAR_RETURNS
 use crate::{ir::mode::Mode, ir::streams::Streams};
 
 /// The mode of user code that is executed at several addresses.
-pub(super) const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
+pub(super) const USER: Mode = Mode::FP.with(Mode::SSE).with(Mode::AVX).with(Mode::TSC);
 /// The mode of a kernel's code, which is executed at one address.
 const KERNEL: Mode = USER.with(Mode::KERNEL).with(Mode::BOUND);
 pub(super) const USER32: Mode = USER.with(Mode::BITS32);

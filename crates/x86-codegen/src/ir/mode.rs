@@ -11,7 +11,7 @@ pub struct Mode(u32);
 impl Mode {
     /// No bit is set.
     pub const NONE: Self = Self(0);
-    /// FP and SIMD instructions are enabled and raise no exceptions.
+    /// x87 and MMX instructions are enabled, and FP and SIMD instructions raise no exceptions.
     pub const FP: Self = Self(1);
     /// CPL is 0, and NT is clear.
     pub const KERNEL: Self = Self(2);
@@ -44,8 +44,11 @@ impl Mode {
     /// With [`Self::COUNTS`]: the lowest of the four bits that name the streams that are counted besides instructions.
     const STREAMS: u32 = 14;
 
+    /// The operating system has enabled SSE. Those from before SSE, and some of its time, do not.
+    pub const SSE: Self = Self(0x4_0000);
+
     /// Number of mode bits.
-    pub const WIDTH: u32 = 18;
+    pub const WIDTH: u32 = 19;
 
     /// Returns true if all of these bits are set.
     pub const fn has(self, bits: Self) -> bool {

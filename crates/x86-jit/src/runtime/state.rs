@@ -88,6 +88,9 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
     if has_plain_fp(cpu) {
         mode |= Mode::FP;
     }
+    if cpu.cr4 & cr4::OSFXSR != 0 {
+        mode |= Mode::SSE;
+    }
     if cpu.cr4 & cr4::OSXSAVE != 0 && cpu.xcr0 & 7 == 7 {
         mode |= Mode::AVX;
     }
@@ -104,7 +107,7 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
     mode
 }
 
-/// Returns true if FP and SIMD instructions are enabled and raise no exceptions.
+/// Returns true if x87 and MMX instructions are enabled, and FP and SIMD instructions raise no exceptions.
 pub(crate) fn has_plain_fp(cpu: &CpuState) -> bool {
     // FP state in the host's registers is plain, as it would not have been loaded otherwise.
     let live = cpu.engine.fp_live != 0;
@@ -112,7 +115,7 @@ pub(crate) fn has_plain_fp(cpu: &CpuState) -> bool {
         || cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
             && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED
             && cpu.fp.u16_at(xsave::FSW) & X87_PENDING == 0;
-    plain && cpu.cr0 & (cr0::EM | cr0::TS) == 0 && cpu.cr4 & cr4::OSFXSR != 0
+    plain && cpu.cr0 & (cr0::EM | cr0::TS) == 0
 }
 
 impl<B: JitBus> Jit<B> {

@@ -1,8 +1,8 @@
 //! Random programs for segments: forms with operands of both address sizes, branches, the stack, segment registers, strings.
 
 use iced_x86::{
-    BlockEncoder, BlockEncoderOptions, Code, FlowControl, Instruction, InstructionBlock,
-    Mnemonic as M, OpKind, Register as R,
+    BlockEncoder, BlockEncoderOptions, Code, EncodingKind, FlowControl, Instruction,
+    InstructionBlock, Mnemonic as M, OpKind, Register as R,
 };
 use x86_cpu::CpuState;
 use x86_native::oracle::Mode as Oracle;
@@ -25,6 +25,7 @@ const ROOM: u64 = 32;
 #[derive(Debug)]
 pub(super) struct Forms {
     integer: Vec<Code>,
+    fp: Vec<Code>,
     /// True if results that manuals leave open are those of the interpreter's model.
     exact: bool,
 }
@@ -43,6 +44,10 @@ impl Forms {
             integer: forms(Family::Integer, Oracle::Bits32)
                 .into_iter()
                 .filter(usable)
+                .collect(),
+            fp: forms(Family::Fp, Oracle::Bits32)
+                .into_iter()
+                .filter(|c| usable(c) && c.encoding() == EncodingKind::Legacy)
                 .collect(),
             exact: crate::model::is_modelled(),
         }
@@ -450,7 +455,11 @@ impl Builder<'_> {
 
     fn any(&mut self) -> Element {
         for _ in 0..20 {
-            let code = self.r.pick(&self.forms.integer);
+            let code = if self.r.one_in(8) {
+                self.r.pick(&self.forms.fp)
+            } else {
+                self.r.pick(&self.forms.integer)
+            };
             if let Some(e) = self.form(code) {
                 return e;
             }

@@ -22,6 +22,12 @@ impl Builder<'_> {
             9 => Instruction::with1(C::Push_imm16, self.r.next() as u16 as u32).unwrap_or_default(),
             10 => Instruction::with1(C::Pushd_imm32, self.r.next() as i32).unwrap_or_default(),
             11 => plain(self.r.pick(&[C::Pushfw, C::Pushfd])),
+            12 if self.r.one_in(2) => {
+                let code = self.r.pick(&[C::Enterw_imm16_imm8, C::Enterd_imm16_imm8]);
+                let level = if self.r.one_in(8) { 2 } else { 0 };
+                let locals = self.r.below(0x80) as u32;
+                Instruction::with2(code, locals, level).unwrap_or_default()
+            }
             12 => plain(self.r.pick(&[C::Leavew, C::Leaved])),
             13 => plain(self.r.pick(&[C::Pushaw, C::Popaw, C::Pushad, C::Popad])),
             14 => plain(self.r.pick(&[C::Popfw, C::Popfd])),
@@ -117,16 +123,35 @@ impl Builder<'_> {
             Code::Les_r16_m1616,
             Code::Les_r32_m1632,
             Code::Lfs_r16_m1616,
+            Code::Lgs_r16_m1616,
+            Code::Lss_r16_m1616,
+            Code::Lds_r32_m1632,
+            Code::Xlat_m8,
         ]));
-        i.set_op0_register(if i.code() == Code::Les_r32_m1632 {
-            R::EBX
+        let mut e = Element::default();
+        if i.code() == Code::Xlat_m8 {
+            let base = self.r.pick(&[R::BX, R::EBX]);
+            i.set_memory_base(base);
+            i.set_memory_index(R::AL);
+            i.set_memory_index_scale(1);
+            i.set_op0_kind(OpKind::Memory);
+            let at = self.offset(256);
+            e.code.push(mov32(R::EBX, at));
+            e.code.push(i);
+            return e;
+        }
+        let n = self.r.pick(&[0, 1, 2, 3, 5, 6, 7]);
+        i.set_op0_register(if i.memory_size().size() == 6 {
+            R::EAX + n
         } else {
-            R::BX
+            R::AX + n
         });
         i.set_op1_kind(OpKind::Memory);
-        let mut e = Element::default();
         self.aim(&mut e, &mut i, 6);
         e.code.push(i);
+        if i.mnemonic() == M::Lss {
+            e.code.push(mov32(R::ESP, 0x900));
+        }
         e
     }
 

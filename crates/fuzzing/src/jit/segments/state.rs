@@ -2,7 +2,7 @@
 
 use x86_cpu::CpuState;
 use x86_defs::{
-    control::cr0,
+    control::{cr0, cr4},
     reg, rflags,
     segment::{Attr, DescriptorTable, Segment},
 };
@@ -140,7 +140,7 @@ fn set_segments(r: &mut Random, kind: SegmentMode, cpu: &mut CpuState) -> u64 {
 pub(super) fn start(r: &mut Random, kind: SegmentMode) -> CpuState {
     let mut cpu = state::cpu(state::host_features(), Oracle::Bits32);
     cpu.cr0 = cr0::NE | cr0::ET | cr0::MP;
-    cpu.cr4 = 0;
+    cpu.cr4 = if r.one_in(2) { cr4::OSFXSR } else { 0 };
     cpu.efer = 0;
     cpu.cpl = 0;
     cpu.rflags = r.next() & rflags::ARITH | rflags::FIXED1;

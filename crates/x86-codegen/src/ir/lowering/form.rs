@@ -257,7 +257,6 @@ fn classify(
         Lowering::PushSegment => Lowering::PushSelector,
         kind => kind,
     };
-    let vex = i.code().encoding() == EncodingKind::VEX;
     let mut form = Form {
         kind,
         in_segments: in_segments::form(kind, i.code()),
@@ -268,7 +267,7 @@ fn classify(
         touches_flags: changes_flags || sample.rflags_read() & ALL != 0,
         cause: Cause::of(i.code()),
         checked: super::is_checked(kind, i, kinds),
-        needs: in_mode::needs(kind, vex),
+        needs: in_mode::needs(kind, i.code()),
         waits: i.mnemonic() == Mnemonic::Wait,
         locks: i.mnemonic() == Mnemonic::Xchg,
         memory: kinds()

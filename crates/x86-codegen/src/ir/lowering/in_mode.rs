@@ -1,6 +1,6 @@
 //! The lowering of an instruction in a mode.
 
-use iced_x86::{EncodingKind, Instruction, OpKind, Register};
+use iced_x86::{Code, CpuidFeature, EncodingKind, Instruction, OpKind, Register};
 
 use super::{Form, Lowering, in_segments, of};
 use crate::ir::mode::Mode;
@@ -16,7 +16,7 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     let mut needs = form.needs;
     if mode.has(Mode::SEGMENTED) {
         (kind, needs) = in_segments::kind_of(form, i, mode);
-        needs |= self::needs(kind, i.code().encoding() == EncodingKind::VEX);
+        needs |= self::needs(kind, i.code());
     } else if form.checked || !long {
         kind = of(kind, i, long);
         if !long {
@@ -47,16 +47,21 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
 }
 
 /// Returns the mode bits without which the interpreter executes instructions of the lowering.
-pub(crate) fn needs(kind: Lowering, vex: bool) -> Mode {
+pub(crate) fn needs(kind: Lowering, code: Code) -> Mode {
     match kind {
-        Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::LoadFpControl if vex => {
-            Mode::FP | Mode::AVX
+        Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::LoadFpControl => {
+            if code.encoding() == EncodingKind::VEX {
+                Mode::FP | Mode::AVX
+            } else if is_older_than_sse(code) {
+                Mode::FP
+            } else {
+                Mode::FP | Mode::SSE
+            }
         }
         Lowering::Gather | Lowering::MaskedMove => Mode::FP | Mode::AVX,
         // It needs CR4.OSXSAVE.
         Lowering::ExtendedControl => Mode::AVX,
         Lowering::X87Environment => Mode::FP,
-        Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::LoadFpControl => Mode::FP,
         Lowering::Rdtsc => Mode::TSC,
         Lowering::Pushf
         | Lowering::Popf
@@ -70,7 +75,14 @@ pub(crate) fn needs(kind: Lowering, vex: bool) -> Mode {
         | Lowering::ToCr0
         | Lowering::Clts
         | Lowering::Ac => Mode::KERNEL,
-        Lowering::ToSegment | Lowering::PopSegment => Mode::KERNEL.with(Mode::REAL),
+        Lowering::ToSegment | Lowering::LoadPointer | Lowering::PopSegment => Mode::REAL,
         _ => Mode::NONE,
     }
+}
+
+/// Returns true for instructions of x87 and MMX.
+fn is_older_than_sse(code: Code) -> bool {
+    use CpuidFeature as C;
+    let is_older = |f: &C| matches!(f, C::FPU | C::FPU287 | C::FPU387 | C::CMOV | C::MMX);
+    code.cpuid_features().iter().all(is_older)
 }

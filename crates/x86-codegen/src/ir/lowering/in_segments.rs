@@ -24,6 +24,7 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
         C::Retnw | C::Retnw_imm16 => Lowering::Ret,
         C::Lea_r16_m => Lowering::Lea,
         C::Mov_Sreg_rm16 | C::Mov_Sreg_r32m16 => Lowering::ToSegment,
+        _ if pointer_segment(code).is_some() => Lowering::LoadPointer,
         C::Pushw_ES | C::Pushw_CS | C::Pushw_SS | C::Pushw_DS | C::Pushw_FS | C::Pushw_GS => {
             Lowering::PushSegment
         }
@@ -40,8 +41,8 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
             | Lowering::KeyRights
             | Lowering::Ac
             | Lowering::ToCr0
-            | Lowering::X87Environment
             | Lowering::Clts => Lowering::Interpret,
+            Lowering::X87Environment if code != C::Fninit => Lowering::Interpret,
             kind => kind,
         },
     }
@@ -111,14 +112,31 @@ pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Lowering, Mo
         Register::CS if form.memory(i) == Some(true) => return (Lowering::Interpret, Mode::NONE),
         _ => Mode::NONE,
     };
-    let is_loaded = matches!(kind, Lowering::ToSegment | Lowering::PopSegment);
-    let needs = match i.op0_register() {
+    let loaded = match kind {
+        Lowering::ToSegment | Lowering::PopSegment => Some(i.op0_register()),
+        Lowering::LoadPointer => pointer_segment(i.code()),
+        _ => None,
+    };
+    let needs = match loaded {
         // A segment register that has no plain segment is loaded in another way.
-        Register::FS if is_loaded => needs | Mode::FS,
-        Register::GS if is_loaded => needs | Mode::GS,
+        Some(Register::FS) => needs | Mode::FS,
+        Some(Register::GS) => needs | Mode::GS,
         _ => needs,
     };
     (kind, needs)
+}
+
+/// Returns the segment register that LDS, or another of its kind, loads.
+pub(crate) fn pointer_segment(code: Code) -> Option<Register> {
+    use Code as C;
+    Some(match code {
+        C::Lds_r16_m1616 | C::Lds_r32_m1632 => Register::DS,
+        C::Les_r16_m1616 | C::Les_r32_m1632 => Register::ES,
+        C::Lfs_r16_m1616 | C::Lfs_r32_m1632 => Register::FS,
+        C::Lgs_r16_m1616 | C::Lgs_r32_m1632 => Register::GS,
+        C::Lss_r16_m1616 | C::Lss_r32_m1632 => Register::SS,
+        _ => return None,
+    })
 }
 
 /// Returns true if the memory operand has an address of 16 bits.

@@ -62,9 +62,11 @@ pub enum Lowering {
     String,
     /// One element of [`Lowering::String`] in code with segments.
     Element,
-    /// MOV to a segment register in real mode, and POP of one.
+    /// MOV to a segment register in real mode or virtual-8086 mode.
     ToSegment,
-    /// POP of a segment register outside of real mode.
+    /// LDS, LES, LFS, LGS and LSS in the same modes.
+    LoadPointer,
+    /// POP of a segment register in the same modes.
     PopSegment,
     /// PUSH of a segment register.
     PushSegment,

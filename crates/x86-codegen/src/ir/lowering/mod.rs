@@ -14,7 +14,7 @@ mod kind;
 
 pub use form::{Effect, Form, Forms, Shape};
 pub(crate) use in_mode::kind_of;
-pub(crate) use in_segments::{has_short_address, has_short_words, is_short};
+pub(crate) use in_segments::{has_short_address, has_short_words, is_short, pointer_segment};
 pub use kind::Lowering;
 
 use super::{narrow, string};
