@@ -1,4 +1,4 @@
-//! Runs of `rep movs` and `rep stos` on plain RAM, done as a whole.
+//! Runs of repeated string instructions on plain RAM, done as a whole.
 
 use guest_memory::HostPage;
 use x86_cpu::{Access, CpuState, Privilege};
@@ -101,6 +101,21 @@ impl Mmu {
         };
         if to.fill_elements(dst % PAGE_SIZE, value, count, unit) {
             count * unit
+        } else {
+            0
+        }
+    }
+
+    /// Reads as many bytes of `buf` as there are before the page's end, and returns the number. 0 means that the caller
+    /// must read one element the slow way. Never faults.
+    pub fn bulk_read(&mut self, cpu: &mut CpuState, src: u64, buf: &mut [u8]) -> usize {
+        let room = (PAGE_SIZE - src % PAGE_SIZE) as usize;
+        let len = buf.len().min(room);
+        let Some(from) = self.plain_page(cpu, src, Access::Read) else {
+            return 0;
+        };
+        if from.read_bytes(src % PAGE_SIZE, &mut buf[..len]) {
+            len
         } else {
             0
         }

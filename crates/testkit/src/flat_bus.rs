@@ -293,6 +293,14 @@ impl GuestBus for FlatBus {
         }
         len as u64
     }
+    fn bulk_read(&mut self, _: &mut CpuState, src: u64, buf: &mut [u8]) -> usize {
+        let Some(s) = self.slice(src) else {
+            return 0;
+        };
+        let len = s.len().min(buf.len());
+        buf[..len].copy_from_slice(&s[..len]);
+        len
+    }
     fn intercept(&mut self, _: &mut CpuState, exception: Exception) -> bool {
         self.exception = Some(exception);
         !self.deliver

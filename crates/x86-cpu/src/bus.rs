@@ -231,6 +231,11 @@ pub trait GuestBus {
     ) -> u64 {
         0
     }
+    /// Reads plain memory, not beyond the end of the page: the fast path of `rep scas`, `rep cmps` and `rep lods`.
+    /// Returns the number of bytes read, with the rules of [`Self::bulk_copy`].
+    fn bulk_read(&mut self, _cpu: &mut CpuState, _src: u64, _buf: &mut [u8]) -> usize {
+        0
+    }
 
     /// Returns the page that code at `gva` is fetched from. Checks fetch permission at the current CPL.
     fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault>;

@@ -15,6 +15,8 @@ use crate::{Exec, Flow, Int, Step, Stop};
 const POLL_ITERATIONS: u32 = 1000;
 /// Bytes of a bulk operation between two polls.
 const POLL_BYTES: u64 = 0x1_0000;
+/// Bytes that are read at once.
+const READ: usize = 256;
 
 const ES: u8 = reg::ES as u8;
 const RAX: u8 = reg::RAX as u8;
@@ -239,6 +241,63 @@ impl Body for Lods {
         advance(ex, insn, reg::RSI, d);
         Ok(true)
     }
+    /// Passes by elements that the last one replaces.
+    fn bulk<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, count: u64) -> u64 {
+        let Ahead { gva, len } = ahead::<B, T>(ex, insn, (insn.seg, reg::RSI), count);
+        let room = 0x1000 - (gva & 0xfff);
+        if len == 0 || ex.bus.bulk_read(ex.cpu, gva, &mut [0]) == 0 {
+            return 0;
+        }
+        let size = T::SIZE as u64;
+        let passed = len.min(room) / size;
+        if passed != 0 {
+            advance(ex, insn, reg::RSI, passed * size);
+        }
+        passed
+    }
+}
+
+/// Where an operand's next elements are, and how many bytes of them may be read at once: none of the last one, which
+/// sets the flags.
+struct Ahead {
+    gva: u64,
+    len: u64,
+}
+
+/// Returns where the elements at `r` are. With DF set, and where a debugger looks, none are read at once.
+fn ahead<B: GuestBus, T: Int>(
+    ex: &mut Exec<'_, B>,
+    insn: &Insn<B>,
+    (seg, r): (u8, usize),
+    count: u64,
+) -> Ahead {
+    let offset = index(ex, insn, r);
+    let len = extent::<B, T>(ex, insn, seg, offset, count.saturating_sub(1));
+    match ex.linear(seg, offset, T::SIZE as u64, Access::Read) {
+        Ok(gva) if !is_down(ex) && !ex.watches_page_of(gva) => Ahead { gva, len },
+        _ => Ahead { gva: 0, len: 0 },
+    }
+}
+
+/// Reads elements ahead. Returns the number of bytes, of whole elements.
+fn read_ahead<B: GuestBus, T: Int>(
+    ex: &mut Exec<'_, B>,
+    Ahead { gva, len }: Ahead,
+    buf: &mut [u8; READ],
+) -> usize {
+    let len = (len as usize).min(READ);
+    if len == 0 {
+        return 0;
+    }
+    let read = ex.bus.bulk_read(ex.cpu, gva, &mut buf[..len]);
+    read - read % T::SIZE
+}
+
+/// Returns how many of the first elements do not end the repetition. `is_equal` compares element `n`.
+fn going_on<B>(insn: &Insn<B>, elements: usize, is_equal: impl Fn(usize) -> bool) -> u64 {
+    let wanted = insn.prefix & Insn::<B>::REPNE == 0;
+    let end = (0..elements).find(|&n| is_equal(n) != wanted);
+    end.unwrap_or(elements) as u64
 }
 
 /// Sets the flags of `a - b`; returns whether REPE or REPNE goes on.
@@ -261,6 +320,26 @@ impl Body for Cmps {
         advance(ex, insn, reg::RDI, d);
         Ok(compare(ex, insn, a, b))
     }
+    fn bulk<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, count: u64) -> u64 {
+        let (mut a, mut b) = ([0; READ], [0; READ]);
+        let size = T::SIZE;
+        let at = ahead::<B, T>(ex, insn, (ES, reg::RDI), count);
+        let len = read_ahead::<B, T>(ex, at, &mut b);
+        let at = ahead::<B, T>(
+            ex,
+            insn,
+            (insn.seg, reg::RSI),
+            count.min((len / size + 1) as u64),
+        );
+        let len = len.min(read_ahead::<B, T>(ex, at, &mut a));
+        let element = |n: usize| n * size..(n + 1) * size;
+        let done = going_on(insn, len / size, |n| a[element(n)] == b[element(n)]);
+        if done != 0 {
+            advance(ex, insn, reg::RSI, done * size as u64);
+            advance(ex, insn, reg::RDI, done * size as u64);
+        }
+        done
+    }
 }
 
 struct Scas;
@@ -272,6 +351,20 @@ impl Body for Scas {
         let d = delta::<B, T>(ex);
         advance(ex, insn, reg::RDI, d);
         Ok(compare(ex, insn, a, b))
+    }
+    fn bulk<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, count: u64) -> u64 {
+        let mut b = [0; READ];
+        let size = T::SIZE;
+        let at = ahead::<B, T>(ex, insn, (ES, reg::RDI), count);
+        let len = read_ahead::<B, T>(ex, at, &mut b);
+        let a = ex.reg_read::<T>(RAX).to_u64().to_le_bytes();
+        let done = going_on(insn, len / size, |n| {
+            b[n * size..(n + 1) * size] == a[..size]
+        });
+        if done != 0 {
+            advance(ex, insn, reg::RDI, done * size as u64);
+        }
+        done
     }
 }
 

@@ -331,6 +331,9 @@ impl GuestBus for Bus {
     fn bulk_fill(&mut self, cpu: &mut CpuState, dst: u64, value: u64, len: u64, unit: u64) -> u64 {
         self.mmu.bulk_fill(cpu, dst, value, len, unit)
     }
+    fn bulk_read(&mut self, cpu: &mut CpuState, src: u64, buf: &mut [u8]) -> usize {
+        self.mmu.bulk_read(cpu, src, buf)
+    }
     fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault> {
         let r = self.mmu.code_page(cpu, gva);
         self.fetch_result(cpu, r)
