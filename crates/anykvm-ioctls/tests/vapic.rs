@@ -86,6 +86,26 @@ fn accesses_to_the_register_are_exits() {
     assert_eq!(tpr(&guest.vcpu), 0x40);
 }
 
+/// A VMM that does not replace an instruction is not told of it forever.
+#[test]
+fn accesses_of_one_instruction_are_not_exits_forever() {
+    let mut guest = guest(&[
+        // mov ecx, 1000; next: mov [0xfee00080], eax; dec ecx; jnz next; out 0x80, al
+        0x66, 0xb9, 0xe8, 0x03, 0, 0, 0x67, 0x66, 0xa3, 0x80, 0x00, 0xe0, 0xfe, 0x66, 0x49, 0x75,
+        0xf5, 0xe6, 0x80,
+    ]);
+    assert_eq!(report(&guest.vcpu, 1, 0), Ok(0));
+    let mut told = 0;
+    loop {
+        match guest.vcpu.run().unwrap() {
+            VcpuExit::TprAccess => told += 1,
+            VcpuExit::IoOut(0x80, _) => break,
+            exit => panic!("{exit:?}"),
+        }
+    }
+    assert_eq!(told, 64);
+}
+
 #[test]
 fn the_word_is_the_register() {
     let mut guest = guest(&[

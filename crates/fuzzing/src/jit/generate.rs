@@ -177,11 +177,10 @@ fn start(r: &mut Random, cpl: u8, narrow: bool) -> CpuState {
             cpu.features.set(f, false);
         }
     }
-    if r.one_in(3) {
-        cpu.cr4 |= cr4::SMAP;
-    }
-    if r.one_in(3) {
-        cpu.cr4 |= cr4::SMEP;
+    for bit in [cr4::SMAP, cr4::SMEP] {
+        if r.one_in(3) {
+            cpu.cr4 |= bit;
+        }
     }
     if !r.one_in(4) {
         cpu.cr4 |= cr4::FSGSBASE;
@@ -190,9 +189,7 @@ fn start(r: &mut Random, cpl: u8, narrow: bool) -> CpuState {
         cpu.cr4 |= cr4::PKE;
         cpu.pkru = rights(r);
     }
-    if r.one_in(8) {
-        cpu.cr4 &= !cr4::OSFXSR;
-    }
+    cpu.cr4 &= !(u64::from(r.one_in(8)) * cr4::OSFXSR);
     if r.one_in(16) {
         cpu.cr0 &= !x86_defs::control::cr0::WP;
     }

@@ -466,8 +466,7 @@ impl Translator {
             Lowering::Jcc => self.jcc(d)?,
             Lowering::Counted => self.counted(d)?,
             Lowering::Element => self.element(d)?,
-            Lowering::ToSegment => self.general_to_segment(d)?,
-            Lowering::LoadPointer => self.load_pointer(d)?,
+            Lowering::ToSegment | Lowering::LoadPointer => self.load_real_segment(d)?,
             Lowering::PushSegment | Lowering::PushSelector | Lowering::PopSegment => {
                 self.segment_on_stack(d);
             }

@@ -60,8 +60,11 @@ impl Translator {
         self.add_base(offset, reg::SS, size);
     }
 
-    /// Translates MOV to a segment register in real mode.
-    pub(super) fn general_to_segment(&mut self, d: &Decoded) -> Emit {
+    /// Translates MOV to a segment register, LDS and others of its kind, in real mode and virtual-8086 mode.
+    pub(super) fn load_real_segment(&mut self, d: &Decoded) -> Emit {
+        if d.kind == Lowering::LoadPointer {
+            return self.load_pointer(d);
+        }
         if d.i.op1_kind() == OpKind::Memory {
             let operand = self.operand(d, 2, false, false, Finds::Address)?;
             self.asm.rm(false, &[0x0f, 0xb7], S1, operand); // movzx
@@ -76,8 +79,7 @@ impl Translator {
         Ok(())
     }
 
-    /// Translates LDS and others of its kind in real mode.
-    pub(super) fn load_pointer(&mut self, d: &Decoded) -> Emit {
+    fn load_pointer(&mut self, d: &Decoded) -> Emit {
         let segment = pointer_segment(d.i.code()).ok_or(Unsupported)?;
         let size = d.i.op0_register().size();
         let r = host_reg(d.i.op0_register().full_register().number() as u8).ok_or(Unsupported)?;

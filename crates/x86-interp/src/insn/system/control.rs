@@ -147,6 +147,10 @@ fn write_cr3<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
     }
     let old = controls(ex);
     ex.cpu.cr3 = v;
+    if !ex.cpu.is_paging() {
+        // Nothing depends on it until paging is enabled, which loads it.
+        return Ok(());
+    }
     match ex.bus.load_cr3(ex.cpu, !keep) {
         Ok(()) => Ok(()),
         Err(fault) => refused(ex, old, fault),
