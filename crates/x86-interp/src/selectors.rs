@@ -2,11 +2,11 @@
 //! changes a descriptor, is left to the instruction's handler.
 
 use x86_cpu::CpuState;
-use x86_defs::segment::Segment;
+use x86_defs::{reg, segment::Segment};
 
 use crate::{
     descriptor::{Descriptor, is_null, locate, rpl},
-    segment::{check_data, null_segment},
+    segment::{check_data, null_segment, real_segment, v86_segment},
 };
 
 /// Reads the descriptor in protected mode, and not in virtual-8086 mode. `read` returns the eight bytes at a linear
@@ -60,4 +60,13 @@ pub fn is_verified(
         !attr.is_code() || attr.is_readable_or_writable()
     };
     Some(is_visible && allows)
+}
+
+/// Returns what CS gets from the selector in real mode or virtual-8086 mode.
+pub fn code_in_real_mode(cpu: &CpuState, selector: u16) -> Segment {
+    if cpu.is_v86() {
+        v86_segment(selector)
+    } else {
+        real_segment(&cpu.seg[reg::CS], reg::CS, selector)
+    }
 }

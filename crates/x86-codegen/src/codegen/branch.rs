@@ -185,6 +185,15 @@ impl Translator {
         &mut self.links[number]
     }
 
+    /// Translates a direct jump, whose target is translated next.
+    pub(super) fn jmp(&mut self, d: &Decoded) {
+        let link = self.links.len();
+        self.direct(d.offset, target(&d.i));
+        if self.links.len() > link && self.state.page == 0 {
+            self.ahead.push(link as u32);
+        }
+    }
+
     /// Emits a jump to the gva in r14 through the target table. Flags are saved.
     pub(super) fn jump(&mut self, offset: u32) {
         let a = &mut self.asm;

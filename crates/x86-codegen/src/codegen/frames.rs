@@ -67,7 +67,7 @@ impl Translator {
     }
 
     /// Makes r14 the host address of `size` bytes at the guest's stack pointer plus `disp`.
-    fn words_of_stack(&mut self, d: &Decoded, disp: i32, size: u32, write: bool) {
+    pub(super) fn words_of_stack(&mut self, d: &Decoded, disp: i32, size: u32, write: bool) {
         self.spill_flags(d);
         if self.input.mode.has(Mode::STACK16) && size as i32 > self.word() {
             // SP wraps around between two words.

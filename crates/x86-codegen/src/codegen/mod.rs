@@ -28,6 +28,7 @@ mod counted;
 mod crossing;
 mod divide;
 mod element;
+mod far;
 mod flags;
 pub(crate) mod fp_state;
 mod frames;
@@ -459,8 +460,7 @@ impl Translator {
             Lowering::Enter | Lowering::PushAll | Lowering::PopAll => self.frame(d)?,
             Lowering::TranslateByte => self.translate_byte(d)?,
             Lowering::FlushLine => self.flush_line(d)?,
-            Lowering::ProcessorId => self.processor_id(d),
-            Lowering::ExtendedControl => self.extended_control(d),
+            Lowering::ProcessorId | Lowering::ExtendedControl => self.processor_state(d),
             Lowering::X87Environment => self.x87_environment(d)?,
             Lowering::Div | Lowering::Idiv => self.divide(d)?,
             Lowering::Jcc => self.jcc(d)?,
@@ -473,11 +473,7 @@ impl Translator {
             Lowering::LoadSegment => self.load_data_segment(d)?,
             Lowering::Verify => self.verify(d)?,
             Lowering::Jmp => {
-                let link = self.links.len();
-                self.direct(d.offset, target(&d.i));
-                if self.links.len() > link && self.state.page == 0 {
-                    self.ahead.push(link as u32);
-                }
+                self.jmp(d);
                 return Ok(true);
             }
             Lowering::Syscall
@@ -492,10 +488,14 @@ impl Translator {
                 self.call(d)?;
                 return Ok(true);
             }
-            Lowering::JmpIndirect | Lowering::CallIndirect | Lowering::Ret => {
+            Lowering::JmpIndirect
+            | Lowering::CallIndirect
+            | Lowering::Ret
+            | Lowering::FarBranch => {
                 self.flags_in_memory();
                 match d.kind {
                     Lowering::Ret => self.ret(d),
+                    Lowering::FarBranch => self.far_branch(d)?,
                     _ => self.indirect(d)?,
                 }
                 return Ok(true);

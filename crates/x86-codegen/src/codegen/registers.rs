@@ -191,8 +191,16 @@ impl Translator {
         self.read_operand(d, 1)
     }
 
-    /// Translates RDPID.
-    pub(super) fn processor_id(&mut self, d: &Decoded) {
+    /// Translates RDPID and XGETBV.
+    pub(super) fn processor_state(&mut self, d: &Decoded) {
+        if d.kind == Lowering::ProcessorId {
+            self.processor_id(d);
+        } else {
+            self.extended_control(d);
+        }
+    }
+
+    fn processor_id(&mut self, d: &Decoded) {
         let n = d.i.op0_register().full_register().number() as u8;
         let r = host_reg(n).unwrap_or(S1);
         self.asm.load32(r, gs(TSC_AUX));
@@ -203,7 +211,7 @@ impl Translator {
     }
 
     /// Translates XGETBV of XCR0.
-    pub(super) fn extended_control(&mut self, d: &Decoded) {
+    fn extended_control(&mut self, d: &Decoded) {
         self.spill_flags(d);
         self.asm.alu_imm(false, Alu::Cmp, RCX, 0);
         self.bail_if(cc::NE, d.offset);

@@ -74,6 +74,9 @@ pub const OTHER_KEY: u64 = 2;
 pub const VERR: usize = 6;
 /// The number that stands for VERW.
 pub const VERW: usize = 7;
+/// The number that stands for a branch to another code segment in real mode: r14 has the selector, and from bit 16 on
+/// the instruction pointer, which is the answer. The answer is 0 if the interpreter has to execute the instruction.
+pub const FAR: usize = 8;
 /// ZF where translated code has flags in memory.
 pub const ZERO_FLAG: u64 = 1 << 14;
 
@@ -84,7 +87,7 @@ pub(crate) const fn segment(offset: u32, n: usize) -> u32 {
 
 /// Returns the number that [`segment`] was given.
 pub const fn segment_of(site: u32) -> usize {
-    (site >> 12 & 7) as usize
+    (site >> 12 & 15) as usize
 }
 
 /// IRETQ: r14 is RSP, which is in memory afterwards; the answer is the target.

@@ -241,18 +241,19 @@ impl Body for Lods {
         advance(ex, insn, reg::RSI, d);
         Ok(true)
     }
-    /// Passes by elements that the last one replaces.
+    /// Passes by elements that others replace. The last of these is loaded, as a fault may come behind it.
     fn bulk<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, count: u64) -> u64 {
         let Ahead { gva, len } = ahead::<B, T>(ex, insn, (insn.seg, reg::RSI), count);
         let room = 0x1000 - (gva & 0xfff);
-        if len == 0 || ex.bus.bulk_read(ex.cpu, gva, &mut [0]) == 0 {
-            return 0;
-        }
         let size = T::SIZE as u64;
         let passed = len.min(room) / size;
-        if passed != 0 {
-            advance(ex, insn, reg::RSI, passed * size);
+        let mut last = [0; 8];
+        let at = gva.wrapping_add(passed.wrapping_sub(1).wrapping_mul(size));
+        if passed == 0 || ex.bus.bulk_read(ex.cpu, at, &mut last[..T::SIZE]) != T::SIZE {
+            return 0;
         }
+        ex.reg_write(RAX, T::from_u64(u64::from_le_bytes(last)));
+        advance(ex, insn, reg::RSI, passed * size);
         passed
     }
 }
@@ -291,6 +292,13 @@ fn read_ahead<B: GuestBus, T: Int>(
     }
     let read = ex.bus.bulk_read(ex.cpu, gva, &mut buf[..len]);
     read - read % T::SIZE
+}
+
+/// Returns element `n`.
+fn element<T: Int>(bytes: &[u8; READ], n: usize) -> T {
+    let mut word = [0; 8];
+    word[..T::SIZE].copy_from_slice(&bytes[n * T::SIZE..][..T::SIZE]);
+    T::from_u64(u64::from_le_bytes(word))
 }
 
 /// Returns how many of the first elements do not end the repetition. `is_equal` compares element `n`.
@@ -332,9 +340,12 @@ impl Body for Cmps {
             count.min((len / size + 1) as u64),
         );
         let len = len.min(read_ahead::<B, T>(ex, at, &mut a));
-        let element = |n: usize| n * size..(n + 1) * size;
-        let done = going_on(insn, len / size, |n| a[element(n)] == b[element(n)]);
+        let at = |n: usize| n * size..(n + 1) * size;
+        let done = going_on(insn, len / size, |n| a[at(n)] == b[at(n)]);
         if done != 0 {
+            // A fault may come behind it.
+            let last = done as usize - 1;
+            compare(ex, insn, element::<T>(&a, last), element::<T>(&b, last));
             advance(ex, insn, reg::RSI, done * size as u64);
             advance(ex, insn, reg::RDI, done * size as u64);
         }
@@ -357,11 +368,13 @@ impl Body for Scas {
         let size = T::SIZE;
         let at = ahead::<B, T>(ex, insn, (ES, reg::RDI), count);
         let len = read_ahead::<B, T>(ex, at, &mut b);
-        let a = ex.reg_read::<T>(RAX).to_u64().to_le_bytes();
-        let done = going_on(insn, len / size, |n| {
-            b[n * size..(n + 1) * size] == a[..size]
-        });
+        let a = ex.reg_read::<T>(RAX);
+        let wanted = a.to_u64().to_le_bytes();
+        let at = |n: usize| n * size..(n + 1) * size;
+        let done = going_on(insn, len / size, |n| b[at(n)] == wanted[..size]);
         if done != 0 {
+            // A fault may come behind it.
+            compare(ex, insn, a, element::<T>(&b, done as usize - 1));
             advance(ex, insn, reg::RDI, done * size as u64);
         }
         done

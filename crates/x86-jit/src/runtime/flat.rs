@@ -103,13 +103,26 @@ pub(crate) fn set_bounds(cpu: &mut CpuState) {
 }
 
 /// Names for pairs of a mapping and a code segment, as targets of branches belong to one pair.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct CodeSegments {
     known: HashMap<(u64, u64, u32), u64>,
-    /// The pair that was asked for last, and its name.
-    latest: ((u64, u64, u32), u64),
+    /// Pairs that were asked for, and their names, by the segment's base. No name is 0.
+    recent: [((u64, u64, u32), u64); RECENT],
     /// The last name that was given.
     last: u64,
+}
+
+/// Number of pairs that are found quickly.
+const RECENT: usize = 64;
+
+impl Default for CodeSegments {
+    fn default() -> Self {
+        Self {
+            known: HashMap::new(),
+            recent: [((0, 0, 0), 0); RECENT],
+            last: 0,
+        }
+    }
 }
 
 /// Maximum number of pairs. Beyond it all are forgotten; their names are never given again.
@@ -120,8 +133,9 @@ impl CodeSegments {
     pub(crate) fn name(&mut self, cpu: &CpuState, epoch: u64) -> u64 {
         let cs = &cpu.seg[reg::CS];
         let of = (epoch, cs.base, cs.limit);
-        if self.latest.0 == of && self.latest.1 != 0 {
-            return self.latest.1;
+        let recent = &mut self.recent[(cs.base >> 4 ^ cs.base >> 10) as usize % RECENT];
+        if recent.0 == of && recent.1 != 0 {
+            return recent.1;
         }
         if self.known.len() >= KNOWN {
             self.known.clear();
@@ -130,7 +144,7 @@ impl CodeSegments {
             self.last += 1;
             self.last
         });
-        self.latest = (of, name);
+        *recent = (of, name);
         name
     }
 }

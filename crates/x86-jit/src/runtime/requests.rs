@@ -143,7 +143,7 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
         return target;
     }
     if site & requests::SEGMENT != 0 {
-        return segments::serve(jit, cpu, bus, gva as u16, requests::segment_of(site));
+        return segments::serve(jit, cpu, bus, gva, requests::segment_of(site));
     }
     let size = u64::from(site >> 12 & 0xff);
     let (access, half) = if requests::writes(site) {

@@ -1,5 +1,6 @@
-//! Loads of segment registers, VERR and VERW in code without segments, without leaving translated code (SDM vol. 2).
-//! What raises an exception, or has to be looked at in another way, is left to the interpreter with nothing changed.
+//! Loads of segment registers, VERR and VERW in code without segments, and far branches of real mode, without leaving
+//! translated code (SDM vol. 2). What raises an exception, or has to be looked at in another way, is left to the
+//! interpreter with nothing changed.
 
 use x86_cpu::{CpuState, Privilege};
 use x86_defs::reg;
@@ -19,12 +20,20 @@ pub(crate) fn serve<B: JitBus>(
     jit: &mut Jit<B>,
     cpu: &mut CpuState,
     bus: &mut B,
-    selector: u16,
+    operand: u64,
     n: usize,
 ) -> u64 {
+    let selector = operand as u16;
     // In lock-step, and with data breakpoints, the interpreter makes the access to the descriptor.
     let is_left = cpu.engine.log() != 0 || is_enabled(cpu);
     let read = |gva| bus.mmu().read_hit(gva, Privilege::System);
+    if n == requests::FAR {
+        return if is_left {
+            0
+        } else {
+            branch(jit, cpu, bus, operand)
+        };
+    }
     if n > reg::GS {
         let verified = selectors::is_verified(cpu, selector, n == requests::VERW, read);
         return match verified {
@@ -55,4 +64,23 @@ pub(crate) fn serve<B: JitBus>(
     }
     jit.update_mode(cpu, bus);
     requests::OTHER_KEY
+}
+
+/// Loads CS in real mode or virtual-8086 mode. Returns the instruction pointer in the far pointer, if there may be
+/// translated code.
+fn branch<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, pointer: u64) -> u64 {
+    let (selector, rip) = (pointer as u16, pointer >> 16);
+    let cs = selectors::code_in_real_mode(cpu, selector);
+    if rip == 0 || rip > cs.limit.into() {
+        return 0;
+    }
+    let before = core::mem::replace(&mut cpu.seg[reg::CS], cs);
+    cpu.update_mode();
+    if !is_translatable(cpu) {
+        cpu.seg[reg::CS] = before;
+        cpu.update_mode();
+        return 0;
+    }
+    jit.update_mode(cpu, bus);
+    rip
 }

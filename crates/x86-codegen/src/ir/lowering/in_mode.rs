@@ -75,7 +75,10 @@ pub(crate) fn needs(kind: Lowering, code: Code) -> Mode {
         | Lowering::ToCr0
         | Lowering::Clts
         | Lowering::Ac => Mode::KERNEL,
-        Lowering::ToSegment | Lowering::LoadPointer | Lowering::PopSegment => Mode::REAL,
+        Lowering::ToSegment
+        | Lowering::LoadPointer
+        | Lowering::FarBranch
+        | Lowering::PopSegment => Mode::REAL,
         _ => Mode::NONE,
     }
 }

@@ -25,6 +25,7 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
         C::Lea_r16_m => Lowering::Lea,
         C::Mov_Sreg_rm16 | C::Mov_Sreg_r32m16 => Lowering::ToSegment,
         _ if pointer_segment(code).is_some() => Lowering::LoadPointer,
+        _ if far_word(code).is_some() => Lowering::FarBranch,
         C::Pushw_ES | C::Pushw_CS | C::Pushw_SS | C::Pushw_DS | C::Pushw_FS | C::Pushw_GS => {
             Lowering::PushSegment
         }
@@ -81,7 +82,19 @@ pub(crate) fn has_short_words(code: Code) -> bool {
             | C::Call_rm16
             | C::Retnw
             | C::Retnw_imm16
-    )
+    ) || far_word(code) == Some(2)
+}
+
+/// Returns the size in bytes of the instruction pointer of a branch to another code segment.
+fn far_word(code: Code) -> Option<u32> {
+    use Code as C;
+    Some(match code {
+        C::Jmp_ptr1616 | C::Jmp_m1616 | C::Call_ptr1616 | C::Call_m1616 => 2,
+        C::Jmp_ptr1632 | C::Jmp_m1632 | C::Call_ptr1632 | C::Call_m1632 => 4,
+        C::Retfw | C::Retfw_imm16 => 2,
+        C::Retfd | C::Retfd_imm16 => 4,
+        _ => return None,
+    })
 }
 
 /// Returns the lowering of the instruction, and the mode bits without which the interpreter executes it, besides those

@@ -114,6 +114,8 @@ pub enum Lowering {
     Swapgs,
     /// STAC and CLAC.
     Ac,
+    /// JMP, CALL and RET to another code segment in real mode or virtual-8086 mode.
+    FarBranch,
     /// SYSCALL.
     Syscall,
     /// SYSRETQ.
@@ -173,6 +175,7 @@ impl Lowering {
                 | Self::Call
                 | Self::CallIndirect
                 | Self::Ret
+                | Self::FarBranch
                 | Self::Syscall
                 | Self::Sysret
                 | Self::InterruptReturn

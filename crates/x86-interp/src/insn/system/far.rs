@@ -16,7 +16,8 @@ use crate::{
         tss_stack,
     },
     descriptor::{Descriptor, is_null, rpl},
-    segment::{contains, gp, np, null_segment, real_segment, v86_segment},
+    segment::{contains, gp, np, null_segment},
+    selectors::code_in_real_mode,
     stack::Stack,
 };
 
@@ -149,11 +150,7 @@ fn enter<B: GuestBus>(ex: &mut Exec<'_, B>, cs: Segment, rip: u64, cpl: u8) {
 }
 
 fn real_cs<B: GuestBus>(ex: &Exec<'_, B>, selector: u16, rip: u64) -> Result<Segment, Stop> {
-    let cs = if ex.cpu.is_v86() {
-        v86_segment(selector)
-    } else {
-        real_segment(&ex.cpu.seg[reg::CS], reg::CS, selector)
-    };
+    let cs = code_in_real_mode(ex.cpu, selector);
     if rip > u64::from(cs.limit) {
         return Err(Exception::GP0.into());
     }
