@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::*;
 
@@ -349,8 +351,15 @@ fn an_image_has_one_writer_and_what_it_rests_on_none() {
     }
     folder.open("base,ro").unwrap();
     drop((one, two));
-    // The guest moves: the other side reads what was written, and this one has nothing of it any more.
-    let (disk, here) = folder.open("one,backing=base").unwrap();
+    // The guest moves: the other side reads what was written, and this one has nothing of it any more. A process that
+    // another test starts has this one's files, and with them their locks, until it executes its program.
+    let until = Instant::now() + Duration::from_secs(10);
+    let (disk, here) = loop {
+        match folder.open("one,backing=base") {
+            Err(_) if Instant::now() < until => thread::sleep(Duration::from_millis(1)),
+            opened => break opened.unwrap(),
+        }
+    };
     let option = format!("{0}/one,backing={0}/base", folder.0.display());
     let there = Disk::open_unlocked(&option.parse().unwrap(), 0).unwrap();
     let hold = there.hold().unwrap();
