@@ -207,10 +207,10 @@ impl EngineFrame {
     pub const STACK: usize = offset_of!(Self, stack);
     /// Room for YMM0 to YMM15 while Rust runs.
     pub const VECTORS: usize = offset_of!(Self, vectors);
-    /// Where a gather keeps its data, mask and indexes.
+    /// Where a gather keeps its data, mask and indexes, and FNSTENV and FLDENV the environment.
     pub const GATHERED: usize = offset_of!(Self, gathered);
-    /// Where the bytes of a write to two pages go that lie apart in the host's memory: the end of the first page, the
-    /// second page, the offset in the first one, the size.
+    /// Where a write to two pages that lie apart in the host's memory keeps what it writes back to, and a far CALL what
+    /// it pushes.
     pub const BOUNCED: usize = offset_of!(Self, bounced);
     /// Not 0 if the upper halves of these are among what is stored.
     pub const UPPERS_IN_USE: usize = offset_of!(Self, uppers_in_use);

@@ -4,7 +4,7 @@
 use iced_x86::OpKind;
 use x86_defs::reg;
 
-use super::{Emit, Flags, Translator, Unsupported};
+use super::{Emit, Flags, Translator, Unsupported, string::test_direction};
 use crate::{
     asm::*,
     frame::words::*,
@@ -22,9 +22,7 @@ impl Translator {
             return Err(Unsupported);
         }
         self.spill_flags(d);
-        // test byte [rflags + 1], DF
-        self.asm.rm(false, &[0xf6], 0, gs(RFLAGS + 1));
-        self.asm.bytes(&[4]);
+        test_direction(&mut self.asm);
         self.bail_if(cc::NE, d.offset);
         let place = |r: Reg| {
             let n = if r == RDI { reg::ES } else { segment.number() };

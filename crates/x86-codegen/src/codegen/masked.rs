@@ -71,14 +71,7 @@ impl Translator {
                     gs: false,
                 },
             );
-            if matches!(i.memory_segment(), Register::FS | Register::GS) {
-                a.alu(
-                    true,
-                    Alu::Add,
-                    S0,
-                    segment_base(i.memory_segment().number()),
-                );
-            }
+            self.add_flat_base(i);
             self.probe(d.offset, element as u32, false);
             let a = &mut self.asm;
             a.rm(element == 8, &[0x8b], S0, at(S0, 0)); // mov

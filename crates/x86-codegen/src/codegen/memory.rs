@@ -222,11 +222,17 @@ impl Translator {
                 _ => self.asm.rm(wide, &[0x8d], S0, m),
             }
         }
+        self.add_flat_base(i);
+        Ok(())
+    }
+
+    /// Adds the base of FS or GS to the address in r14, if the memory operand is in one of these. Where segments are
+    /// flat, no other has a base.
+    pub(super) fn add_flat_base(&mut self, i: &Instruction) {
         if matches!(i.memory_segment(), Register::FS | Register::GS) {
             let n = i.memory_segment().number();
             self.asm.alu(self.input.long, Alu::Add, S0, segment_base(n));
         }
-        Ok(())
     }
 
     /// Returns the effective address less `less`, without RIP, as the operand of a LEA, and whether it has 64 bits. A

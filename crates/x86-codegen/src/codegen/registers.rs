@@ -176,9 +176,8 @@ impl Translator {
         }
         if is_segmented {
             self.add_base(d.offset, segment.number(), 1);
-        } else if matches!(segment, Register::FS | Register::GS) {
-            let base = segment_base(segment.number());
-            self.asm.alu(self.input.long, Alu::Add, S0, base);
+        } else {
+            self.add_flat_base(&d.i);
         }
         self.probe(d.offset, 1, false);
         self.asm.rm(false, &[0x8a], RAX, at(S0, 0));

@@ -83,12 +83,17 @@ fn charge(a: &mut Asm, op: Op, counts: Option<Layout>) {
     }
 }
 
-/// Emits the code of one form, for both directions.
-fn one(a: &mut Asm, ways_out: [usize; 2], op: Op, form: (usize, usize), counts: Option<Layout>) {
-    a.store32(gs(SPILL), S1);
+/// Tests DF: "not equal" in the flags if it is set.
+pub(super) fn test_direction(a: &mut Asm) {
     // test byte [rflags + 1], DF
     a.rm(false, &[0xf6], 0, gs(RFLAGS + 1));
     a.bytes(&[4]);
+}
+
+/// Emits the code of one form, for both directions.
+fn one(a: &mut Asm, ways_out: [usize; 2], op: Op, form: (usize, usize), counts: Option<Layout>) {
+    a.store32(gs(SPILL), S1);
+    test_direction(a);
     let is_down = a.jcc(cc::NE);
     in_direction(a, ways_out, op, form, (false, counts));
     let here = a.here();
@@ -147,7 +152,7 @@ fn in_direction(
     if rsi {
         a.alu_rr(true, Alu::Sub, RSI, by_rsi);
     }
-    // Processors take a hundred cycles for STD and CLD, and one element is the same in both directions.
+    // One element is the same in both directions, and STD and CLD are slow.
     let turns = down && repeat != 0;
     let back = if down && !turns { -(2 << size) } else { 0 };
     if turns {
@@ -250,10 +255,9 @@ fn distance(
             slow.push(a.jcc(cc::A));
         }
         Some(true) => {
-            const NEG: (u8, u8) = (0xf7, 3);
-            a.rr(true, &[NEG.0], NEG.1, RCX);
+            a.rr(true, &[0xf7], 3, RCX); // neg
             a.lea(S0, at(S0, 1 << size).plus(RCX, size as u8));
-            a.rr(true, &[NEG.0], NEG.1, RCX);
+            a.rr(true, &[0xf7], 3, RCX); // neg
             a.rr(true, &[0x85], S0, S0); // test
             slow.push(a.jcc(cc::S));
         }

@@ -340,8 +340,9 @@ impl Body for Cmps {
             count.min((len / size + 1) as u64),
         );
         let len = len.min(read_ahead::<B, T>(ex, at, &mut a));
-        let at = |n: usize| n * size..(n + 1) * size;
-        let done = going_on(insn, len / size, |n| a[at(n)] == b[at(n)]);
+        let done = going_on(insn, len / size, |n| {
+            element::<T>(&a, n) == element::<T>(&b, n)
+        });
         if done != 0 {
             // A fault may come behind it.
             let last = done as usize - 1;
@@ -369,9 +370,7 @@ impl Body for Scas {
         let at = ahead::<B, T>(ex, insn, (ES, reg::RDI), count);
         let len = read_ahead::<B, T>(ex, at, &mut b);
         let a = ex.reg_read::<T>(RAX);
-        let wanted = a.to_u64().to_le_bytes();
-        let at = |n: usize| n * size..(n + 1) * size;
-        let done = going_on(insn, len / size, |n| b[at(n)] == wanted[..size]);
+        let done = going_on(insn, len / size, |n| element::<T>(&b, n) == a);
         if done != 0 {
             // A fault may come behind it.
             compare(ex, insn, a, element::<T>(&b, done as usize - 1));

@@ -27,14 +27,7 @@ pub(crate) fn serve<B: JitBus>(
     // In lock-step, and with data breakpoints, the interpreter makes the access to the descriptor.
     let is_left = cpu.engine.log() != 0 || is_enabled(cpu);
     let read = |gva| bus.mmu().read_hit(gva, Privilege::System);
-    if n == requests::FAR {
-        return if is_left {
-            0
-        } else {
-            branch(jit, cpu, bus, operand)
-        };
-    }
-    if n > reg::GS {
+    if matches!(n, requests::VERR | requests::VERW) {
         let verified = selectors::is_verified(cpu, selector, n == requests::VERW, read);
         return match verified {
             _ if is_left => NOT_VERIFIED,
@@ -45,6 +38,9 @@ pub(crate) fn serve<B: JitBus>(
     }
     if is_left {
         return 0;
+    }
+    if n == requests::FAR {
+        return branch(jit, cpu, bus, operand);
     }
     let Some(segment) = selectors::data_segment(cpu, selector, read) else {
         return 0;

@@ -21,6 +21,13 @@ use crate::{
 
 const LEN: i32 = BOUNCE_LEN as i32;
 
+/// Where [`straddling_write`] says from where its copy is: the end of the first page on the host, the second page on the
+/// host, the access's offset in the first page, and its size.
+const FIRST_END: usize = BOUNCED;
+const SECOND: usize = BOUNCED + 8;
+const OFFSET: usize = BOUNCED + 16;
+const SIZE: usize = BOUNCED + 24;
+
 /// Branches if an access with this bit of a `site` is to the device page that was read or written last. (Never in
 /// lock-step, where the tables are not the MMU's.)
 pub(crate) fn known_device(a: &mut Asm, bit: u32) -> usize {
@@ -91,9 +98,9 @@ fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
 
 /// Answers an access whose bytes straddle two pages that the tables have. If the pages are neighbours in the host's
 /// memory too, the bytes are accessed where they are. If not, and they are an operand that is only read (`copies`), r14
-/// becomes the address of a copy. Returns then, with "above" in the flags. If they are written, r14 becomes the address of a
-/// copy, too, which has to be written back, and the flags say "overflow" and "below". With `answers`, asks the second level about
-/// bytes in one page. All other accesses go on behind this.
+/// becomes the address of a copy. Returns then, with "above" in the flags. If they are written, r14 becomes the address
+/// of a copy, too, which has to be written back, and the flags say "overflow" and "below". With `answers`, asks the
+/// second level about bytes in one page. All other accesses go on behind this.
 pub(crate) fn straddling(a: &mut Asm, copies: bool, answers: bool) {
     push(a, RAX);
     push(a, RCX);
@@ -167,12 +174,12 @@ fn straddling_write(a: &mut Asm) -> [usize; 2] {
     let here = a.here();
     a.patch(is_write, here);
     load_size(a);
-    a.store(gs(BOUNCED + 24), RAX);
+    a.store(gs(SIZE), RAX);
     a.alu_imm(false, Alu::Cmp, RAX, LEN);
     let is_long = a.jcc(cc::A);
     a.load(RDX, selected(host_page(), RDX));
-    a.store(gs(BOUNCED), RCX);
-    a.store(gs(BOUNCED + 8), RDX);
+    a.store(gs(FIRST_END), RCX);
+    a.store(gs(SECOND), RDX);
     for n in (0..LEN).step_by(8) {
         a.load(RAX, at(RCX, n - LEN));
         a.store(at(TLB, BOUNCE + n), RAX);
@@ -180,9 +187,8 @@ fn straddling_write(a: &mut Asm) -> [usize; 2] {
         a.store(at(TLB, BOUNCE + LEN + n), RAX);
     }
     a.alu_imm(false, Alu::And, S0, 0xfff);
-    a.store(gs(BOUNCED + 16), S0);
-    a.lea(RAX, at(TLB, BOUNCE + LEN - 4096));
-    a.alu_rr(true, Alu::Add, S0, RAX);
+    a.store(gs(OFFSET), S0);
+    add_copy(a);
     // "Overflow" and "below".
     a.alu_rr(false, Alu::Xor, RAX, RAX);
     a.alu_imm(false, Alu::Cmp, RAX, i32::MIN);
@@ -200,20 +206,26 @@ pub(crate) fn write_back(a: &mut Asm) {
     a.bytes(&[0x9c]); // pushfq
     [RCX, RSI, RDI].into_iter().for_each(|r| push(a, r));
     a.mov_imm(RCX, 4096);
-    a.alu(true, Alu::Sub, RCX, gs(BOUNCED + 16));
+    a.alu(true, Alu::Sub, RCX, gs(OFFSET));
     a.lea(RSI, at(TLB, BOUNCE + LEN));
     a.alu_rr(true, Alu::Sub, RSI, RCX);
-    a.load(RDI, gs(BOUNCED));
+    a.load(RDI, gs(FIRST_END));
     a.alu_rr(true, Alu::Sub, RDI, RCX);
     a.bytes(&REP_MOVSB);
-    a.load(RCX, gs(BOUNCED + 24));
-    a.alu(true, Alu::Add, RCX, gs(BOUNCED + 16));
+    a.load(RCX, gs(SIZE));
+    a.alu(true, Alu::Add, RCX, gs(OFFSET));
     a.alu_imm(true, Alu::Sub, RCX, 4096);
-    a.load(RDI, gs(BOUNCED + 8));
+    a.load(RDI, gs(SECOND));
     a.bytes(&REP_MOVSB);
     [RDI, RSI, RCX].into_iter().for_each(|r| pop(a, r));
     a.bytes(&[0x9d]); // popfq
     a.ret();
+}
+
+/// Turns the offset in the first page, in r14, into the address in the copy. Changes rax.
+fn add_copy(a: &mut Asm) {
+    a.lea(RAX, at(TLB, BOUNCE + LEN - 4096));
+    a.alu_rr(true, Alu::Add, S0, RAX);
 }
 
 fn straddling_read(a: &mut Asm) {
@@ -240,8 +252,7 @@ fn straddling_read(a: &mut Asm) {
         [is_absent, wraps]
     });
     a.alu_imm(true, Alu::And, S0, 0xfff);
-    a.lea(RAX, at(TLB, BOUNCE + LEN - 4096));
-    a.alu_rr(true, Alu::Add, S0, RAX);
+    add_copy(a);
     straddles_at(a);
     let here = a.here();
     let others = is_absent.into_iter().flatten();

@@ -83,8 +83,6 @@ pub struct Trampolines {
     /// flags. Other flags mean that the access is for [`Self::refused`]; with "overflow" among them, r14 is the address
     /// of a copy, which the access may be made to before [`Self::write_back`].
     pub(crate) miss: usize,
-    /// Called after an instruction was executed on what [`Self::miss`] has copied from two pages: writes it back.
-    pub(crate) write_back: usize,
     /// Does the same for a group of accesses. If the flags say "below", each access has to probe for itself.
     pub(crate) miss_group: usize,
     /// Does the same for a group that must not be refilled, as its first access reads while others write.
@@ -92,6 +90,8 @@ pub struct Trampolines {
     /// Has the interpreter make the access, with flags and r13d as they come from a miss. It is jumped to after the
     /// return: without the return, the processor would mispredict all the returns that come next.
     pub(crate) refused: usize,
+    /// Called after an instruction was executed on what [`Self::miss`] has copied from two pages: writes it back.
+    pub(crate) write_back: usize,
     /// The same three trampolines for the stack's entry, if that has another page.
     pub(crate) stack: usize,
     pub(crate) stack_group: usize,
