@@ -34,6 +34,7 @@ impl Mmu {
         fence(Ordering::SeqCst);
         self.load_pdptes(cpu)?;
         self.stats.flushes += u64::from(flushes);
+        self.count_loads(1);
         self.take_root(cpu, flushes);
         Ok(())
     }
@@ -131,8 +132,12 @@ impl Mmu {
         self.stats.entries_compared += derived.len() as u64;
         let mut changed = core::mem::take(&mut self.changed);
         changed.clear();
-        match derived.compare(&mut changed) {
-            Found::Pages => {
+        let found = derived.compare(&mut changed);
+        match found {
+            Found::Pages | Found::Tables => {
+                if found == Found::Tables {
+                    context.page_flushed = tick;
+                }
                 self.stats.entries_changed += changed.len() as u64;
                 for gva in &changed {
                     self.l2.flush_page(*gva);

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use guest_memory::slot::CODE_CHUNK;
 use x86_cpu::{Access, CodePage, CpuState, Privilege};
-use x86_defs::{control::cr4, paging::PAGE_SIZE};
+use x86_defs::paging::PAGE_SIZE;
 
 use crate::{
     Miss, Mmu, View,
@@ -113,7 +113,7 @@ impl Mmu {
         self.compare_sum(&entry);
         if walk.global {
             self.global_fetch.add(gva, walk.level);
-            if cpu.cpl == 0 && cpu.cr4 & cr4::PGE != 0 {
+            if cpu.cpl == 0 {
                 self.global_pages.insert(GlobalPage {
                     epoch: self.global_fetch.epoch,
                     view,

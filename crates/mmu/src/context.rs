@@ -67,7 +67,7 @@ pub(crate) struct Context {
     /// L2 entries of this context up to this tick are flushed.
     pub flushed: u64,
     /// The tick of the last flush of a page: see [`crate::structures`].
-    page_flushed: u64,
+    pub(crate) page_flushed: u64,
     /// The key of the context's entries in the second level.
     pub reach: tagged::L2Key,
     /// The keys of the second level that the context's views have been given.

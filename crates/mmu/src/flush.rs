@@ -3,7 +3,10 @@
 use std::sync::atomic::{Ordering, fence};
 
 use x86_cpu::{CpuState, Exception, Flush};
-use x86_defs::{control::efer, paging::P};
+use x86_defs::{
+    control::{cr4, efer},
+    paging::P,
+};
 
 use crate::{Mmu, Mode, Paging, context::SPACE_SHIFT, paging::Controls};
 
@@ -58,6 +61,7 @@ impl Mmu {
             self.paging.set_long_root(cpu);
         } else {
             self.paging = Paging::of(cpu);
+            self.paging.global_pages &= !self.globals.are_ignored;
             self.controls = controls;
             self.note_fetch_controls(cpu);
             // The same CR3 means something else now.
@@ -86,7 +90,12 @@ impl Mmu {
             self.fetch_space = self.paging.space;
             core::mem::swap(&mut self.global_fetch, &mut self.other_fetch);
         }
-        let controls = cpu.cr4 | (cpu.efer & efer::NXE) << 32 | (self.paging.mode as u64) << 48;
+        let cr4 = if self.globals.are_ignored {
+            cpu.cr4 & !cr4::PGE
+        } else {
+            cpu.cr4
+        };
+        let controls = cr4 | (cpu.efer & efer::NXE) << 32 | (self.paging.mode as u64) << 48;
         if controls != self.global_fetch.controls {
             self.global_fetch.controls = controls;
             self.flush_global_fetch(None);
@@ -107,7 +116,8 @@ impl Mmu {
             Flush::Pcid(pcid) => self.flush_non_global(tick, Some(pcid)),
             Flush::NonGlobal => self.flush_non_global(tick, None),
             // SMM has translations of its own.
-            Flush::All if self.paging.space != 0 => self.flush_space(tick),
+            Flush::Global | Flush::All if self.paging.space != 0 => self.flush_space(tick),
+            Flush::Global => self.flush_globals(cpu, tick),
             Flush::All => self.flush_everything(),
         }
         // The caller may have changed registers that select the view as well.
@@ -126,7 +136,7 @@ impl Mmu {
         self.flushes.note_page(gva, current, pcid);
     }
 
-    fn flush_non_global(&mut self, tick: u64, pcid: Option<u16>) {
+    pub(crate) fn flush_non_global(&mut self, tick: u64, pcid: Option<u16>) {
         self.flushes.note_non_global(pcid, tick);
         if pcid.is_none_or(|p| p == self.paging.pcid) {
             self.catch_up();

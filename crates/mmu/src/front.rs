@@ -3,7 +3,6 @@
 use std::sync::atomic::AtomicU32;
 
 use x86_cpu::{Access, CpuState, Exception, Privilege, Word};
-use x86_defs::control::cr4;
 
 use crate::{
     DevicePage, Mmu, RootIsKept, SwitchEpochs,
@@ -162,7 +161,7 @@ impl Front<'_> {
             return epoch;
         }
         let live = &self.0.views[self.0.live];
-        if cpu.cpl == 0 && cpu.cr4 & cr4::PGE != 0 && !live.fetch.is_private() {
+        if cpu.cpl == 0 && self.0.paging.global_pages && !live.fetch.is_private() {
             self.0.global_fetch.epoch
         } else {
             live.epoch

@@ -57,6 +57,7 @@ mod fetch;
 mod flush;
 mod front;
 mod give_up;
+mod globals;
 pub mod hash;
 pub mod l1;
 mod l2;
@@ -245,6 +246,7 @@ pub struct Mmu {
     /// The regions of large global pages.
     global_regions: l1::RegionFilter,
     flushes: shadow::flushes::Flushes,
+    globals: globals::Globals,
     roots: shadow::roots::Roots,
     /// Roots that the guest has promised to flush by itself.
     promised: Option<Box<shadow::promised::Promised>>,
@@ -323,6 +325,7 @@ impl Mmu {
             reach: reach::Reach::new(reach::DEFAULT_PAGES),
             global_keys: Default::default(),
             global_regions: l1::RegionFilter::default(),
+            globals: globals::Globals::default(),
             flushes: shadow::flushes::Flushes::default(),
             roots: shadow::roots::Roots::default(),
             promised: None,

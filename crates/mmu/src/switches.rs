@@ -71,5 +71,6 @@ impl Mmu {
             // The last of these loads has compared it.
             self.contexts[found].left = tick;
         }
+        self.count_loads(loads);
     }
 }

@@ -180,7 +180,7 @@ impl World {
             1 if !global => pcids.iter().map(|p| Flush::Pcid(*p)).collect(),
             2 if !global => vec![Flush::NonGlobal],
             3 if !global && self.pcid => vec![],
-            _ => vec![Flush::All],
+            _ => vec![Flush::Global],
         };
         let by_page = how.is_empty() || how == [Flush::Page(gva)];
         for how in how {
@@ -314,9 +314,16 @@ impl World {
         let how = if by_page {
             Flush::Page(gva)
         } else {
-            Flush::All
+            Flush::Global
         };
         self.m.mmu.flush(&self.m.cpu, how);
+    }
+
+    /// Flushes everything so often that a tracked context's global translations catch up, too.
+    fn flush_often(&mut self) {
+        for _ in 0..300 {
+            self.m.mmu.flush(&self.m.cpu, Flush::Global);
+        }
     }
 
     /// The same access on the TLBs and on a machine that has none.
@@ -395,13 +402,16 @@ proptest! {
 
     #[test]
     fn same_as_a_plain_walk(
-        pcid in any::<bool>(), few in 1..8usize, ops in proptest::collection::vec(ops(), 1..150)
+        pcid in any::<bool>(), often in any::<bool>(), few in 1..8usize, ops in proptest::collection::vec(ops(), 1..150)
     ) {
         let all = [Policy::Tdp, Policy::Shadow, Policy::Auto].map(|policy| (policy, 192));
         // Contexts take each other's tables.
         for (policy, tables) in all.into_iter().chain([(Policy::Shadow, few), (Policy::Auto, few)]) {
             let mut w = World::new(pcid, policy);
             w.m.mmu.set_max_tables(tables);
+            if often {
+                w.flush_often();
+            }
             for op in &ops {
                 w.step(op);
             }
@@ -421,6 +431,7 @@ fn flush_semantics() {
         (Some(Flush::Pcid(2)), false, false),
         (Some(Flush::Pcid(1)), true, false),
         (Some(Flush::NonGlobal), true, false),
+        (Some(Flush::Global), true, true),
         (Some(Flush::All), true, true),
         (Some(Flush::PcidPage(1, USER)), true, false),
         (Some(Flush::Page(KERNEL)), false, true),
@@ -555,20 +566,80 @@ fn roots_that_come_back_catch_up() {
         w.m.poke(at, 8, entry & !A);
         lap(&mut w, 9);
         assert_eq!(w.m.peek(at, 8), entry, "{pcid} {policy:?}");
-        // A table that is another's: everything of its root is found anew.
+        // A table that is another's: everything that it maps is found anew, and nothing else.
         w.root = 2;
         let at = w.entry(GVAS[0], 2);
         w.m.poke(at, 8, 0x7f_f000 | P | RW | US);
+        let before = w.m.mmu.stats();
         w.step(&Op::Switch {
             root: 2,
             slot: 0,
             keep: false,
         });
+        for gva in &GVAS[2..] {
+            w.m.mmu
+                .read::<u64>(&mut w.m.cpu, *gva, Privilege::Current)
+                .unwrap();
+        }
+        assert_eq!(w.m.mmu.stats().walks, before.walks, "{pcid} {policy:?}");
         let r =
             w.m.mmu
                 .read::<u64>(&mut w.m.cpu, GVAS[0], Privilege::Current);
         assert!(matches!(r, Err(Miss::Exception(_))), "{r:?}");
     }
+}
+
+/// A guest that flushes everything again and again, as Xen does, keeps its global translations as well, as long as their
+/// entries are what they were. One that only loads CR3 keeps them whatever their entries are.
+#[test]
+fn flushes_of_everything_catch_up() {
+    const KERNEL: u64 = GVAS[6];
+    let mut w = World::new(false, Policy::Auto);
+    let set = |w: &mut World, page: u64| {
+        for root in 0..ROOTS.len() {
+            w.root = root;
+            let at = w.entry(KERNEL, 1);
+            w.m.poke(at, 8, (DATA + page * 4096) | P | RW | G);
+        }
+    };
+    set(&mut w, 0);
+    let lap = |w: &mut World, flushes: bool| {
+        let before = w.m.mmu.stats().walks;
+        let mut seen = 0;
+        for root in 0..ROOTS.len() {
+            w.step(&Op::Switch {
+                root,
+                slot: 0,
+                keep: false,
+            });
+            if flushes {
+                w.m.mmu.flush(&w.m.cpu, Flush::Global);
+            }
+            w.m.cpu.rflags |= rflags::AC;
+            w.m.mmu.select_view(&w.m.cpu);
+            for gva in [GVAS[0], KERNEL] {
+                let r = w.m.mmu.read::<u64>(&mut w.m.cpu, gva, Privilege::Current);
+                seen = r.unwrap();
+            }
+        }
+        (seen, w.m.mmu.stats().walks - before)
+    };
+    // Without a reason to ignore G, everything is found anew.
+    for _ in 0..8 {
+        lap(&mut w, true);
+    }
+    assert_eq!(lap(&mut w, true), (0, 6));
+    for _ in 0..100 {
+        lap(&mut w, true);
+    }
+    assert_eq!(lap(&mut w, true), (0, 0));
+    set(&mut w, 6);
+    assert_eq!(lap(&mut w, true), (6, 3));
+    for _ in 0..300 {
+        lap(&mut w, false);
+    }
+    set(&mut w, 7);
+    assert_eq!(lap(&mut w, false), (6, 0));
 }
 
 /// Loads that flush are flushes of the PCID, also where generated code has made them and only says so: what they leave

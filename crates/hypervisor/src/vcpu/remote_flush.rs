@@ -29,7 +29,7 @@ impl Bus {
             .map(|vcpu| (vcpu, vcpu.ask_for_flush()))
             .collect();
         if asked.len() < targets.len() {
-            self.flush(cpu, Flush::All);
+            self.flush(cpu, Flush::Global);
         }
         if asked.is_empty() {
             return;
@@ -66,7 +66,7 @@ impl Bus {
     /// Carries out the flush that other vCPUs have asked for.
     pub(super) fn serve_flushes(&mut self, cpu: &mut CpuState) {
         if let Some(number) = self.shared.wanted_flush() {
-            self.flush(cpu, Flush::All);
+            self.flush(cpu, Flush::Global);
             self.shared.set_flushed(number);
         }
     }

@@ -20,7 +20,9 @@ const MAX_ENTRIES: usize = 1024;
 /// Number of places at which an entry is looked for before it is taken to be new.
 const PLACES: usize = 256;
 /// Maximum number of pages that are dropped one by one.
-const MAX_CHANGED: usize = 64;
+const MAX_CHANGED: usize = 128;
+/// Maximum number of changed entries above the lowest level whose pages are dropped one by one.
+const MAX_CHANGED_TABLES: usize = 16;
 /// Number of entries up to which a context is not flushed from time to time, so that entries that it does not use any
 /// more are forgotten.
 const FEW_ENTRIES: usize = 64;
@@ -30,9 +32,13 @@ const FEW_ENTRIES: usize = 64;
 struct Entry {
     /// The host address.
     hva: u64,
-    /// The page that the entry maps; 0 for an entry above the lowest level.
+    /// The first address that the entry maps.
     gva: u64,
     level: u8,
+    /// Log2 of the number of bytes that the entry maps.
+    shift: u8,
+    /// True if the entry maps a large page.
+    is_large: bool,
     /// Where an entry of the lowest level leads.
     leaf: Option<Leaf>,
 }
@@ -58,6 +64,8 @@ impl Derived {
 pub(crate) enum Found {
     /// No pages, or these pages, have other translations.
     Pages,
+    /// These pages have other translations, as entries above the lowest level have changed.
+    Tables,
     /// More has changed than can be told.
     Everything,
 }
@@ -114,12 +122,15 @@ impl Derived {
             writes: 0,
         };
         for step in trail.steps() {
-            let is_leaf = step.level == 1;
+            let bits = if step.size == 4 { 10 } else { 9 };
+            let shift = 12 + bits * (step.level - 1);
             let entry = Entry {
                 hva: step.page.hva() + step.offset,
-                gva: if is_leaf { gva & !0xfff } else { 0 },
+                gva: gva >> shift << shift,
                 level: step.level,
-                leaf: is_leaf.then_some(leaf),
+                shift,
+                is_large: step.level > 1 && step.level == walk.level,
+                leaf: (step.level == 1).then_some(leaf),
             };
             self.add(entry, Word::of(&step));
         }
@@ -182,20 +193,55 @@ impl Derived {
         if self.words.are_same() {
             return Found::Pages;
         }
+        let mut tables = 0;
+        let mut n = 0;
+        while let Some(entry) = self.entries.get(n).copied() {
+            if !self.words.has_changed(n) {
+                n += 1;
+            } else if entry.level == 1 && changed.len() < MAX_CHANGED {
+                changed.push(entry.gva);
+                self.remove(n);
+            } else if entry.level > 1
+                && tables < MAX_CHANGED_TABLES
+                && self.remove_below(&entry, changed)
+            {
+                tables += 1;
+                // Others have come to places in front of this one.
+                n = 0;
+            } else {
+                return Found::Everything;
+            }
+        }
+        if tables != 0 {
+            Found::Tables
+        } else {
+            Found::Pages
+        }
+    }
+
+    fn remove(&mut self, n: usize) {
+        self.entries.swap_remove(n);
+        self.words.swap_remove(n);
+    }
+
+    /// Forgets an entry above the lowest level, and all entries for what it mapped, whose pages come to `changed`. Returns
+    /// false if they are too many, or if there are large pages among them, which are not remembered one by one.
+    fn remove_below(&mut self, table: &Entry, changed: &mut Vec<u64>) -> bool {
         let mut n = 0;
         while let Some(e) = self.entries.get(n) {
-            if !self.words.has_changed(n) {
+            if e.level > table.level || (e.gva ^ table.gva) >> table.shift != 0 {
                 n += 1;
                 continue;
             }
-            if e.level != 1 || changed.len() == MAX_CHANGED {
-                return Found::Everything;
+            if e.is_large || e.level == 1 && changed.len() == MAX_CHANGED {
+                return false;
             }
-            changed.push(e.gva);
-            self.entries.swap_remove(n);
-            self.words.swap_remove(n);
+            if e.level == 1 {
+                changed.push(e.gva);
+            }
+            self.remove(n);
         }
-        Found::Pages
+        true
     }
 
     /// Returns the address of what generated code compares.

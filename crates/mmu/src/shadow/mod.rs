@@ -16,7 +16,7 @@
 //! If the guest itself says when a root's translations must go, no comparison is needed: [`promised`].
 //!
 //! Global translations survive a flushing load anyway and need no entries; INVLPG drops a page that may be global in
-//! all contexts ([`flushes`]).
+//! all contexts ([`flushes`]). Where they are flushed as often as CR3 is loaded, there are none ([`crate::globals`]).
 
 pub(crate) mod derived;
 pub(crate) mod flushes;

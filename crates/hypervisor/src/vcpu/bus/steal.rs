@@ -281,7 +281,7 @@ impl Bus {
             && let Some(old) = self.vm.memory.rmw_gpa(gpa + PREEMPTED, 1, |_| 0)
             && old & FLUSH_TLB != 0
         {
-            self.flush(cpu, Flush::All);
+            self.flush(cpu, Flush::Global);
         }
     }
 }

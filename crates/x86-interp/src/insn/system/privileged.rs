@@ -138,7 +138,7 @@ fn invpcid<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let what = match kind {
         0 if !pcid_bad && ex.cpu.is_canonical(gva) => Flush::PcidPage(pcid as u16, gva),
         1 if !pcid_bad => Flush::Pcid(pcid as u16),
-        2 if pcid & !cr3::PCID == 0 => Flush::All,
+        2 if pcid & !cr3::PCID == 0 => Flush::Global,
         3 if pcid & !cr3::PCID == 0 => Flush::NonGlobal,
         _ => return Err(Exception::GP0.into()),
     };
