@@ -226,6 +226,66 @@ fn selectors_are_verified() {
     }
 }
 
+/// LAR and LSL, to registers of 16 and 32 bits, from a register and from memory. ESI is a register that translated code has
+/// at hand, ESP one that it has in memory.
+#[test]
+fn rights_and_limits_are_told() {
+    const KEPT: u32 = 0x1234_5678;
+    // The selector, and what LAR and LSL say.
+    for (selector, rights, limit) in [
+        (0, None, None),
+        (8, Some(0x00cf_9b00), Some(u32::MAX)),
+        (FLAT, Some(0x00cf_9300), Some(u32::MAX)),
+        (FLAT + 3, None, None),
+        (MOVING, Some(0x00cf_9300), Some(u32::MAX)),
+        (0x100, None, None),
+    ] {
+        for by_stack in [false, true] {
+            let mut m = Machine::new(|a| {
+                let mut again = a.create_label();
+                a.mov(ecx, ROUNDS)?;
+                a.mov(ebx, selector)?;
+                a.mov(dword_ptr(WORDS), ebx)?;
+                a.mov(ebp, esp)?;
+                a.set_label(&mut again)?;
+                let to = if by_stack { esp } else { esi };
+                a.mov(to, KEPT)?;
+                a.lar(to, ebx)?;
+                a.setz(dl)?;
+                a.mov(dword_ptr(WORDS + 8), to)?;
+                a.mov(to, KEPT)?;
+                a.lsl(to, word_ptr(WORDS))?;
+                a.mov(dword_ptr(WORDS + 12), to)?;
+                let word = if by_stack { sp } else { si };
+                a.mov(to, KEPT)?;
+                a.stc()?;
+                a.lsl(word, bx)?;
+                // The carry stays.
+                a.adc(dl, 0)?;
+                a.mov(dword_ptr(WORDS + 16), to)?;
+                a.dec(ecx)?;
+                a.jnz(again)?;
+                a.mov(esp, ebp)?;
+                a.out(i32::from(END), al)
+            });
+            assert_eq!(m.run(), END);
+            let told: [u32; 3] = m
+                .memory
+                .read_obj(GuestAddress(u64::from(WORDS) + 8))
+                .unwrap();
+            let short = limit.map_or(KEPT, |limit| KEPT & !0xffff | limit & 0xffff);
+            let expected = [rights.unwrap_or(KEPT), limit.unwrap_or(KEPT), short];
+            assert_eq!(told, expected, "{selector:#x}");
+            let zero = u64::from(rights.is_some());
+            assert_eq!(
+                m.vcpu.get_regs().unwrap().rdx & 0xff,
+                1 + zero,
+                "{selector:#x}"
+            );
+        }
+    }
+}
+
 #[test]
 fn a_descriptor_that_is_no_longer_present() {
     // By MOV, and by POP, which leaves the stack pointer where it was.

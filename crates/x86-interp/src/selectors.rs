@@ -41,25 +41,45 @@ pub fn data_segment(
     d.is_accessed().then(|| d.segment(selector))
 }
 
-/// Returns whether VERR, or VERW if `writes`, sets ZF. `None` if that is not known without its handler.
-pub fn is_verified(
+/// What an instruction asks about a selector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum About {
+    /// VERR.
+    Readable,
+    /// VERW.
+    Writable,
+    /// LAR.
+    AccessRights,
+    /// LSL.
+    Limit,
+}
+
+/// Returns the instruction's result, 0 where it has none, or an inner `None` if it clears ZF. The outer `None`: that is
+/// not known without its handler.
+pub fn ask(
     cpu: &CpuState,
     selector: u16,
-    writes: bool,
+    about: About,
     read: impl FnOnce(u64) -> Option<u64>,
-) -> Option<bool> {
+) -> Option<Option<u32>> {
     if is_null(selector) {
-        return Some(false);
+        return Some(None);
     }
-    let attr = fetch(cpu, selector, read)?.attr();
+    let d = fetch(cpu, selector, read)?;
+    let attr = d.attr();
+    let is_data = attr.is_s();
     let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
-    let is_visible = attr.is_s() && (conforming || rpl(selector).max(cpu.cpl) <= attr.dpl());
-    let allows = if writes {
-        !attr.is_code() && attr.is_readable_or_writable()
-    } else {
-        !attr.is_code() || attr.is_readable_or_writable()
+    let is_visible = conforming || rpl(selector).max(cpu.cpl) <= attr.dpl();
+    let allows = attr.is_readable_or_writable();
+    let answer = match about {
+        About::Readable => (is_data && (!attr.is_code() || allows)).then_some(0),
+        About::Writable => (is_data && !attr.is_code() && allows).then_some(0),
+        // What descriptors of the system's say depends on the mode.
+        About::AccessRights | About::Limit if !is_data => return None,
+        About::AccessRights => Some((d.lo >> 32) as u32 & 0x00ff_ff00),
+        About::Limit => Some(d.limit()),
     };
-    Some(is_visible && allows)
+    Some(answer.filter(|_| is_visible))
 }
 
 /// Returns what CS gets from the selector in real mode or virtual-8086 mode.

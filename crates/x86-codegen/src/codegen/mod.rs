@@ -471,7 +471,7 @@ impl Translator {
                 self.segment_on_stack(d);
             }
             Lowering::LoadSegment => self.load_data_segment(d)?,
-            Lowering::Verify => self.verify(d)?,
+            Lowering::AskAboutSelector => self.ask_about_selector(d)?,
             Lowering::Jmp => {
                 self.jmp(d);
                 return Ok(true);

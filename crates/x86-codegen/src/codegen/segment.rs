@@ -1,7 +1,7 @@
 //! Addresses in segments: the offset is compared with the limit, then the base is added. The interpreter executes what
 //! may be beyond the limit.
 
-use iced_x86::{Instruction, Mnemonic, OpKind};
+use iced_x86::{Instruction, Mnemonic, OpKind, Register};
 use x86_defs::{reg, rflags, segment::Attr};
 
 use super::{Emit, Flags, Stub, Translator, Unsupported, has_short_address, memory::Finds};
@@ -167,18 +167,21 @@ impl Translator {
         Ok(())
     }
 
-    /// Translates VERR and VERW.
-    pub(super) fn verify(&mut self, d: &Decoded) -> Emit {
-        self.load_selector(d, 0)?;
+    /// Translates VERR, VERW, LAR and LSL.
+    pub(super) fn ask_about_selector(&mut self, d: &Decoded) -> Emit {
         let n = match d.i.mnemonic() {
             Mnemonic::Verw => requests::VERW,
+            Mnemonic::Lar => requests::LAR,
+            Mnemonic::Lsl => requests::LSL,
             _ => requests::VERR,
         };
+        let has_result = matches!(n, requests::LAR | requests::LSL);
+        self.load_selector(d, has_result.into())?;
         let a = &mut self.asm;
         a.mov_imm(S1, requests::segment(d.offset, n).into());
         a.call_to(self.trampolines.call);
-        a.rr(true, &[0x85], S0, S0); // test
-        let from = a.jcc(cc::S);
+        a.alu_imm(false, Alu::Cmp, S0, requests::NOT_KNOWN as i32);
+        let from = a.jcc(cc::E);
         a.load32(S1, SHORT_FLAGS);
         a.alu_imm(false, Alu::And, S1, !(requests::ZERO_FLAG as i32));
         a.alu_rr(false, Alu::Or, S1, S0);
@@ -186,7 +189,32 @@ impl Translator {
         self.state.flags = Flags::Memory;
         let offset = d.offset;
         self.stubs.push(Stub::Call { from, offset });
+        if has_result {
+            self.take_upper_half(d.i.op0_register());
+        }
         Ok(())
+    }
+
+    /// Loads a general register with the upper half of r13, if the lower one is not 0.
+    fn take_upper_half(&mut self, to: Register) {
+        let n = to.full_register().number() as u8;
+        let is_word = to.size() == 2;
+        let a = &mut self.asm;
+        a.rr(false, &[0x85], S0, S0); // test
+        let is_unchanged = a.jcc(cc::E);
+        a.shift(true, 5, S0, 32);
+        match host_reg(n) {
+            Some(r) => {
+                if is_word {
+                    a.bytes(&[0x66]);
+                }
+                a.rr(false, &[0x8b], r, S0);
+            }
+            None if is_word => a.store16(gpr_slot(n), S0),
+            None => a.store(gpr_slot(n), S0),
+        }
+        let here = a.here();
+        a.patch(is_unchanged, here);
     }
 
     /// Loads segment register `n` with the selector in r13 as real mode does: the limit stays, and the size. In

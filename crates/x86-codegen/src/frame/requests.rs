@@ -64,9 +64,9 @@ pub const SYSRET: u32 = 1 << 24;
 /// instruction.
 pub const RDPMC: u32 = 1 << 30;
 
-/// The segment register whose number is in [`segment_of`] is to get the selector in r14; or with the numbers [`VERR`]
-/// and [`VERW`], the selector is to be verified. The answer to a load is [`SAME_KEY`] or [`OTHER_KEY`]; that to the
-/// others is 0 or [`ZERO_FLAG`], or has bit 63 set if the interpreter has to execute the instruction.
+/// The segment register whose number is in [`segment_of`] is to get the selector in r14; or with the numbers from
+/// [`VERR`] on, the selector is asked about. The answer to a load is [`SAME_KEY`] or [`OTHER_KEY`]. That to a question
+/// has 0 or [`ZERO_FLAG`] in the lower half and LAR's or LSL's result in the upper one, or is [`NOT_KNOWN`].
 pub const SEGMENT: u32 = 1 << 31;
 /// The answer to a load of a segment register after which the next instruction belongs to another mode.
 pub const OTHER_KEY: u64 = 2;
@@ -74,6 +74,12 @@ pub const OTHER_KEY: u64 = 2;
 pub const VERR: usize = 6;
 /// The number that stands for VERW.
 pub const VERW: usize = 7;
+/// The number that stands for LAR.
+pub const LAR: usize = 9;
+/// The number that stands for LSL.
+pub const LSL: usize = 10;
+/// The answer that leaves VERR, VERW, LAR and LSL to the interpreter. No other answer has bit 0 set.
+pub const NOT_KNOWN: u64 = 1;
 /// The number that stands for a branch to another code segment in real mode: r14 has the selector, and from bit 16 on
 /// the instruction pointer, which is the answer. The answer is 0 if the interpreter has to execute the instruction.
 pub const FAR: usize = 8;

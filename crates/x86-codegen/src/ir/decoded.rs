@@ -143,7 +143,7 @@ impl Decoded {
             | Lowering::Clts
             | Lowering::InterruptReturn
             | Lowering::LoadSegment
-            | Lowering::Verify
+            | Lowering::AskAboutSelector
             | Lowering::Pushf => (ALL as u16, 0),
             Lowering::Popf => (0, ALL as u16),
             Lowering::Nop | Lowering::Followed => (0, 0),

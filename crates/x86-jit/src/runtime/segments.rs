@@ -1,19 +1,16 @@
-//! Loads of segment registers, VERR and VERW in code without segments, and far branches of real mode, without leaving
+//! Loads of segment registers, VERR, VERW, LAR and LSL in code without segments, and far branches of real mode, without leaving
 //! translated code (SDM vol. 2). What raises an exception, or has to be looked at in another way, is left to the
 //! interpreter with nothing changed.
 
 use x86_cpu::{CpuState, Privilege};
 use x86_defs::reg;
-use x86_interp::selectors;
+use x86_interp::selectors::{self, About};
 
 use crate::{
     Jit, JitBus,
     runtime::{breakpoints::is_enabled, flat::is_whole, state::is_translatable},
 };
 use x86_codegen::frame::requests;
-
-/// The answer that leaves VERR and VERW to the interpreter.
-const NOT_VERIFIED: u64 = 1 << 63;
 
 /// Answers [`requests::SEGMENT`].
 pub(crate) fn serve<B: JitBus>(
@@ -27,13 +24,19 @@ pub(crate) fn serve<B: JitBus>(
     // In lock-step, and with data breakpoints, the interpreter makes the access to the descriptor.
     let is_left = cpu.engine.log() != 0 || is_enabled(cpu);
     let read = |gva| bus.mmu().read_hit(gva, Privilege::System);
-    if matches!(n, requests::VERR | requests::VERW) {
-        let verified = selectors::is_verified(cpu, selector, n == requests::VERW, read);
-        return match verified {
-            _ if is_left => NOT_VERIFIED,
-            Some(true) => requests::ZERO_FLAG,
-            Some(false) => 0,
-            None => NOT_VERIFIED,
+    let about = match n {
+        requests::VERR => Some(About::Readable),
+        requests::VERW => Some(About::Writable),
+        requests::LAR => Some(About::AccessRights),
+        requests::LSL => Some(About::Limit),
+        _ => None,
+    };
+    if let Some(about) = about {
+        return match selectors::ask(cpu, selector, about, read) {
+            Some(answer) if !is_left => {
+                answer.map_or(0, |value| u64::from(value) << 32 | requests::ZERO_FLAG)
+            }
+            _ => requests::NOT_KNOWN,
         };
     }
     if is_left {

@@ -38,7 +38,7 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
             | Lowering::LoadSegment
             | Lowering::PushSegment
             | Lowering::PushSelector
-            | Lowering::Verify
+            | Lowering::AskAboutSelector
             | Lowering::KeyRights
             | Lowering::Ac
             | Lowering::ToCr0

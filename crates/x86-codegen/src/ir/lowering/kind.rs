@@ -74,8 +74,8 @@ pub enum Lowering {
     PushSelector,
     /// MOV to ES, DS, FS or GS, and POP of them, in code without segments.
     LoadSegment,
-    /// VERR and VERW in code without segments.
-    Verify,
+    /// VERR, VERW, LAR and LSL in code without segments.
+    AskAboutSelector,
     /// LDMXCSR and FLDCW, if they unmask no exception.
     LoadFpControl,
     /// RDFSBASE, RDGSBASE, WRFSBASE and WRGSBASE.

@@ -143,7 +143,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         }
         _ if in_segments::loads_segment(code) => Lowering::LoadSegment,
         M::Push if in_segments::pushes_segment(code) => Lowering::PushSegment,
-        M::Verr | M::Verw => Lowering::Verify,
+        M::Verr | M::Verw | M::Lar | M::Lsl => Lowering::AskAboutSelector,
         M::Mov if matches!(code, Code::Mov_r64_cr | Code::Mov_r32_cr) => Lowering::FromControl,
         M::Mov if matches!(code, Code::Mov_cr_r64 | Code::Mov_cr_r32) => Lowering::ToCr0,
         M::Clts => Lowering::Clts,

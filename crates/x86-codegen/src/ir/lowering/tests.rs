@@ -216,6 +216,8 @@ fn state_of_the_host_is_out_of_reach() {
         Code::Popq_GS,
         Code::Pushq_FS,
         Code::Verw_rm16,
+        Code::Lar_r32_r32m16,
+        Code::Lsl_r64_r64m16,
         Code::Wrgsbase_r64,
         Code::Rdgsbase_r64,
         Code::Wrfsbase_r64,
