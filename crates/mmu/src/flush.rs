@@ -90,10 +90,10 @@ impl Mmu {
             self.fetch_space = self.paging.space;
             core::mem::swap(&mut self.global_fetch, &mut self.other_fetch);
         }
-        let cr4 = if self.globals.are_ignored {
-            cpu.cr4 & !cr4::PGE
-        } else {
+        let cr4 = if self.paging.global_pages {
             cpu.cr4
+        } else {
+            cpu.cr4 & !cr4::PGE
         };
         let controls = cr4 | (cpu.efer & efer::NXE) << 32 | (self.paging.mode as u64) << 48;
         if controls != self.global_fetch.controls {

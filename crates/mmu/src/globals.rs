@@ -1,7 +1,7 @@
 //! Whether G in the guest's tables counts.
 //!
 //! A global translation outlives loads of CR3, so it needs no entries to compare it with memory ([`crate::shadow`]). But
-//! Xen, and other systems that have no PCIDs, flush global translations about as often as they load CR3, and each time
+//! Xen, and other systems that have no PCIDs, flush global translations nearly as often as they load CR3, and each time
 //! all of them would have to be found anew. For such a guest G is ignored, as processors may: every translation
 //! belongs to a root, and a flush of everything becomes catching up, too.
 
@@ -43,24 +43,29 @@ impl Globals {
 impl Mmu {
     /// Counts loads of CR3. The caller then takes over the registers.
     pub(crate) fn count_loads(&mut self, loads: u64) {
-        if self.globals.count(loads, 0) {
-            self.flush_everything();
-            self.controls = None;
-        }
+        self.count(loads, 0);
     }
 
     /// Flushes all translations, as a guest's instruction or call asks for.
     pub(crate) fn flush_globals(&mut self, cpu: &CpuState, tick: u64) {
         // Only a tracked context can catch up.
         let counts = self.contexts[self.current].derived.is_some();
-        if self.globals.count(0, counts.into()) {
-            self.flush_everything();
-            self.controls = None;
+        if self.count(0, counts.into()) {
             self.set_root(cpu);
         } else if self.globals.are_ignored {
             self.flush_non_global(tick, None);
         } else {
             self.flush_everything();
         }
+    }
+
+    /// If it changes whether G counts, flushes everything and returns true. The registers then have to be taken over.
+    fn count(&mut self, loads: u64, flushes: u64) -> bool {
+        let has_changed = self.globals.count(loads, flushes);
+        if has_changed {
+            self.flush_everything();
+            self.controls = None;
+        }
+        has_changed
     }
 }

@@ -72,7 +72,7 @@ pub enum Flush {
     Pcid(u16),
     /// INVPCID type 3: non-global of every PCID.
     NonGlobal,
-    /// INVPCID type 2, and a change of CR4.PGE: everything, global translations included.
+    /// INVPCID type 2, a change of CR4.PGE, CR4.PCIDE cleared, a hypercall: everything, global translations included.
     Global,
     /// Everything, because what the tables mean has changed: by CR0.PG, CR4.PAE, CR4.PSE, or the VMM.
     All,

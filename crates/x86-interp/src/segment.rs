@@ -80,13 +80,18 @@ pub(crate) fn contains(seg: &Segment, offset: u64, len: u64) -> bool {
     }
 }
 
+/// Returns whether the privilege level, and the selector's RPL, may see what a descriptor of code or data describes.
+pub(crate) fn is_visible(attr: Attr, selector: u16, cpl: u8) -> bool {
+    let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
+    conforming || rpl(selector).max(cpl) <= attr.dpl()
+}
+
 /// Checks a descriptor for ES, DS, FS or GS.
 pub(crate) fn check_data(attr: Attr, selector: u16, cpl: u8) -> Result<(), Exception> {
     if !attr.is_s() || attr.is_code() && !attr.is_readable_or_writable() {
         return Err(gp(selector));
     }
-    let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
-    if !conforming && rpl(selector).max(cpl) > attr.dpl() {
+    if !is_visible(attr, selector, cpl) {
         return Err(gp(selector));
     }
     if !attr.is_present() {

@@ -5,8 +5,8 @@ use x86_cpu::CpuState;
 use x86_defs::{reg, segment::Segment};
 
 use crate::{
-    descriptor::{Descriptor, is_null, locate, rpl},
-    segment::{check_data, null_segment, real_segment, v86_segment},
+    descriptor::{Descriptor, is_null, locate},
+    segment::{check_data, is_visible, null_segment, real_segment, v86_segment},
 };
 
 /// Reads the descriptor in protected mode, and not in virtual-8086 mode. `read` returns the eight bytes at a linear
@@ -54,6 +54,21 @@ pub enum About {
     Limit,
 }
 
+impl About {
+    /// Returns the instruction's result for a descriptor that is visible, 0 where it has none. `None`: it clears ZF.
+    pub(crate) fn answer(self, d: &Descriptor) -> Option<u32> {
+        let attr = d.attr();
+        let allows = attr.is_readable_or_writable();
+        match self {
+            Self::Readable => (attr.is_s() && (!attr.is_code() || allows)).then_some(0),
+            Self::Writable => (attr.is_s() && !attr.is_code() && allows).then_some(0),
+            // The limit's bits, which Intel's manual leaves undefined, are those of the descriptor (APM vol. 3, LAR).
+            Self::AccessRights => Some((d.lo >> 32) as u32 & 0x00ff_ff00),
+            Self::Limit => Some(d.limit()),
+        }
+    }
+}
+
 /// Returns the instruction's result, 0 where it has none, or an inner `None` if it clears ZF. The outer `None`: that is
 /// not known without its handler.
 pub fn ask(
@@ -66,20 +81,12 @@ pub fn ask(
         return Some(None);
     }
     let d = fetch(cpu, selector, read)?;
-    let attr = d.attr();
-    let is_data = attr.is_s();
-    let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
-    let is_visible = conforming || rpl(selector).max(cpu.cpl) <= attr.dpl();
-    let allows = attr.is_readable_or_writable();
-    let answer = match about {
-        About::Readable => (is_data && (!attr.is_code() || allows)).then_some(0),
-        About::Writable => (is_data && !attr.is_code() && allows).then_some(0),
-        // What descriptors of the system's say depends on the mode.
-        About::AccessRights | About::Limit if !is_data => return None,
-        About::AccessRights => Some((d.lo >> 32) as u32 & 0x00ff_ff00),
-        About::Limit => Some(d.limit()),
-    };
-    Some(answer.filter(|_| is_visible))
+    // What descriptors of the system's say depends on the mode.
+    if !d.attr().is_s() && matches!(about, About::AccessRights | About::Limit) {
+        return None;
+    }
+    let is_visible = is_visible(d.attr(), selector, cpu.cpl);
+    Some(about.answer(&d).filter(|_| is_visible))
 }
 
 /// Returns what CS gets from the selector in real mode or virtual-8086 mode.

@@ -34,7 +34,6 @@ struct Entry {
     hva: u64,
     /// The first address that the entry maps.
     gva: u64,
-    level: u8,
     /// Log2 of the number of bytes that the entry maps.
     shift: u8,
     /// True if the entry maps a large page.
@@ -127,7 +126,6 @@ impl Derived {
             let entry = Entry {
                 hva: step.page.hva() + step.offset,
                 gva: gva >> shift << shift,
-                level: step.level,
                 shift,
                 is_large: step.level > 1 && step.level == walk.level,
                 leaf: (step.level == 1).then_some(leaf),
@@ -141,7 +139,7 @@ impl Derived {
         let place = &mut self.places[(hash >> 56) as usize % PLACES];
         let n = usize::from(*place);
         if let Some(old) = self.entries.get_mut(n)
-            && (old.hva, old.level, old.gva) == (new.hva, new.level, new.gva)
+            && (old.hva, old.shift, old.gva) == (new.hva, new.shift, new.gva)
             && self.words.merge(n, &word)
         {
             if let (Some(old), Some(new)) = (&mut old.leaf, &new.leaf) {
@@ -155,7 +153,7 @@ impl Derived {
             return;
         }
         *place = self.entries.len() as u16;
-        if new.level == 1 {
+        if new.leaf.is_some() {
             self.of_page[page_place(new.gva)] = self.entries.len() as u16;
         }
         self.entries.push(new);
@@ -168,7 +166,7 @@ impl Derived {
         let gva = gva & !0xfff;
         let place = usize::from(self.of_page[page_place(gva)]);
         if let Some(entry) = self.entries.get_mut(place)
-            && (entry.gva, entry.level) == (gva, 1)
+            && entry.gva == gva
             && let Some(leaf) = &mut entry.leaf
         {
             if leaf.hva != hva || writes != 0 {
@@ -195,19 +193,22 @@ impl Derived {
         }
         let mut tables = 0;
         let mut n = 0;
-        while let Some(entry) = self.entries.get(n).copied() {
+        while let Some(entry) = self.entries.get(n) {
             if !self.words.has_changed(n) {
                 n += 1;
-            } else if entry.level == 1 && changed.len() < MAX_CHANGED {
-                changed.push(entry.gva);
-                self.remove(n);
-            } else if entry.level > 1
-                && tables < MAX_CHANGED_TABLES
-                && self.remove_below(&entry, changed)
-            {
+                continue;
+            }
+            let entry = *entry;
+            if entry.leaf.is_none() {
+                if tables == MAX_CHANGED_TABLES || !self.remove_below(&entry, changed) {
+                    return Found::Everything;
+                }
                 tables += 1;
                 // Others have come to places in front of this one.
                 n = 0;
+            } else if changed.len() < MAX_CHANGED {
+                changed.push(entry.gva);
+                self.remove(n);
             } else {
                 return Found::Everything;
             }
@@ -229,14 +230,15 @@ impl Derived {
     fn remove_below(&mut self, table: &Entry, changed: &mut Vec<u64>) -> bool {
         let mut n = 0;
         while let Some(e) = self.entries.get(n) {
-            if e.level > table.level || (e.gva ^ table.gva) >> table.shift != 0 {
+            if e.shift > table.shift || (e.gva ^ table.gva) >> table.shift != 0 {
                 n += 1;
                 continue;
             }
-            if e.is_large || e.level == 1 && changed.len() == MAX_CHANGED {
+            let is_page = e.leaf.is_some();
+            if e.is_large || is_page && changed.len() == MAX_CHANGED {
                 return false;
             }
-            if e.level == 1 {
+            if is_page {
                 changed.push(e.gva);
             }
             self.remove(n);

@@ -64,9 +64,9 @@ pub const SYSRET: u32 = 1 << 24;
 /// instruction.
 pub const RDPMC: u32 = 1 << 30;
 
-/// The segment register whose number is in [`segment_of`] is to get the selector in r14; or with the numbers from
-/// [`VERR`] on, the selector is asked about. The answer to a load is [`SAME_KEY`] or [`OTHER_KEY`]. That to a question
-/// has 0 or [`ZERO_FLAG`] in the lower half and LAR's or LSL's result in the upper one, or is [`NOT_KNOWN`].
+/// The segment register whose number is in [`segment_of`] is to get the selector in r14; or with [`VERR`], [`VERW`],
+/// [`LAR`] and [`LSL`], the selector is asked about. The answer to a load is [`SAME_KEY`] or [`OTHER_KEY`]. That to a
+/// question has 0 or [`ZERO_FLAG`] in the lower half and LAR's or LSL's result in the upper one, or is [`NOT_KNOWN`].
 pub const SEGMENT: u32 = 1 << 31;
 /// The answer to a load of a segment register after which the next instruction belongs to another mode.
 pub const OTHER_KEY: u64 = 2;

@@ -1,5 +1,5 @@
-//! Loads of segment registers, VERR, VERW, LAR and LSL in code without segments, and far branches of real mode, without leaving
-//! translated code (SDM vol. 2). What raises an exception, or has to be looked at in another way, is left to the
+//! Loads of segment registers, VERR, VERW, LAR and LSL in code without segments, and far branches of real mode, without
+//! leaving translated code (SDM vol. 2). What raises an exception, or has to be looked at in another way, is left to the
 //! interpreter with nothing changed.
 
 use x86_cpu::{CpuState, Privilege};

@@ -211,7 +211,7 @@ fn write_cr4<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
     }
     if changed & (cr4::PAE | cr4::PSE | cr4::LA57) != 0 {
         ex.bus.flush(ex.cpu, Flush::All);
-    } else if changed & cr4::PGE != 0 || changed & old[2] & cr4::PCIDE != 0 {
+    } else if changed & (cr4::PGE | old[2] & cr4::PCIDE) != 0 {
         ex.bus.flush(ex.cpu, Flush::Global);
     } else if changed & v & cr4::SMEP != 0 {
         let pcid = if v & cr4::PCIDE != 0 {

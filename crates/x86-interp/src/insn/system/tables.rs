@@ -12,7 +12,8 @@ use x86_defs::{
 use crate::{
     Exec, Flow, Handler, Insn, Selector, Step, Stop,
     descriptor::{Descriptor, is_null, rpl},
-    segment::{gp, np, null_segment},
+    segment::{gp, is_visible, np, null_segment},
+    selectors::About,
 };
 
 pub(super) fn select<B: GuestBus>(
@@ -242,8 +243,7 @@ fn visible<B: GuestBus>(
     if !attr.is_s() && !system(attr.kind(), long) {
         return Ok(None);
     }
-    let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
-    if !conforming && rpl(selector).max(ex.cpu.cpl) > attr.dpl() {
+    if !is_visible(attr, selector, ex.cpu.cpl) {
         return Ok(None);
     }
     if attr.is_s() || !long {
@@ -265,14 +265,7 @@ fn lar<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         1 | 3 | 4 | 5 => !long,
         _ => false,
     };
-    match visible(ex, selector, valid)? {
-        None => set_zf(ex, false),
-        Some(d) => {
-            // The limit's bits, which Intel's manual leaves undefined, are those of the descriptor (APM vol. 3, LAR).
-            write_sized(ex, insn, d.lo >> 32 & 0x00ff_ff00);
-            set_zf(ex, true)
-        }
-    }
+    tell(ex, insn, selector, valid, About::AccessRights)
 }
 
 fn lsl<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
@@ -283,13 +276,22 @@ fn lsl<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         1 | 3 => !long,
         _ => false,
     };
-    match visible(ex, selector, valid)? {
-        None => set_zf(ex, false),
-        Some(d) => {
-            write_sized(ex, insn, u64::from(d.limit()));
-            set_zf(ex, true)
-        }
+    tell(ex, insn, selector, valid, About::Limit)
+}
+
+/// Writes what the descriptor says to the destination.
+fn tell<B: GuestBus>(
+    ex: &mut Exec<'_, B>,
+    insn: &Insn<B>,
+    selector: u16,
+    valid: fn(u32, bool) -> bool,
+    about: About,
+) -> Step {
+    let answer = visible(ex, selector, valid)?.and_then(|d| about.answer(&d));
+    if let Some(v) = answer {
+        write_sized(ex, insn, v.into());
     }
+    set_zf(ex, answer.is_some())
 }
 
 fn write_sized<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, v: u64) {
@@ -301,23 +303,18 @@ fn write_sized<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, v: u64) {
 }
 
 fn verr<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
-    require_protected(ex)?;
-    let selector = operand(ex, insn, insn.dst)?;
-    let good = visible(ex, selector, |_, _| false)?.is_some_and(|d| {
-        let attr = d.attr();
-        !attr.is_code() || attr.is_readable_or_writable()
-    });
-    set_zf(ex, good)
+    verify(ex, insn, About::Readable)
 }
 
 fn verw<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
+    verify(ex, insn, About::Writable)
+}
+
+fn verify<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, about: About) -> Step {
     require_protected(ex)?;
     let selector = operand(ex, insn, insn.dst)?;
-    let good = visible(ex, selector, |_, _| false)?.is_some_and(|d| {
-        let attr = d.attr();
-        !attr.is_code() && attr.is_readable_or_writable()
-    });
-    set_zf(ex, good)
+    let d = visible(ex, selector, |_, _| false)?;
+    set_zf(ex, d.is_some_and(|d| about.answer(&d).is_some()))
 }
 
 fn arpl<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
