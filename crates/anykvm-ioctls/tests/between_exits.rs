@@ -151,7 +151,7 @@ fn everything_that_changes_is_noticed() {
 /// exits, and after many.
 #[test]
 fn code_on_any_of_many_pages_that_is_written_is_noticed() {
-    for pages in [1, 5, 6, 11, 12, 13, 20] {
+    for pages in [1, 5, 6, 11, 12, 13, 20, 60] {
         let m = Machine::new();
         let page = |n: u64| 0x2_0000 + 0x1000 * n;
         // At the end of what comes before: JMP.
@@ -173,8 +173,8 @@ fn code_on_any_of_many_pages_that_is_written_is_noticed() {
             0x100_0000 * pages as u32,
             vcpu.get_regs().unwrap().rcx as u32,
         );
-        for turn in 0..40u64 {
-            if [1, 2, 3, 5, 8, 13, 14, 30].contains(&turn) {
+        for turn in 0..70u64 {
+            if [1, 2, 3, 5, 8, 13, 14, 30, 63, 64, 65].contains(&turn) {
                 // The operand's lowest byte, behind opcode and ModRM.
                 let at = GuestAddress(page(turn % pages) + 2);
                 let old: u8 = m.memory.read_obj(at).unwrap();
@@ -186,5 +186,49 @@ fn code_on_any_of_many_pages_that_is_written_is_noticed() {
             assert_eq!(now.wrapping_sub(before), sum, "{pages} pages, turn {turn}");
             before = now;
         }
+    }
+}
+
+/// The memory that code was fetched from is unmapped while the guest waits, and other memory is put in its place.
+#[test]
+fn code_whose_memory_goes_away_is_not_looked_for() {
+    let m = Machine::new();
+    let add = |memory: &GuestMemoryMmap, by: u8| {
+        // ADD ECX, BY; OUT 0x80, AL; JMP to the first.
+        let code = [0x83, 0xc1, by, 0xe6, 0x80, 0xeb, 0xf9];
+        memory.write_slice(&code, GuestAddress(OTHER_GPA)).unwrap();
+    };
+    const OTHER_GPA: u64 = 4 << 20;
+    const GVA: u64 = 0x40_0000;
+    m.memory
+        .write_obj(OTHER_GPA | 0x83, GuestAddress(PAGE_DIRECTORY + 16))
+        .unwrap();
+    let mut vcpu = None;
+    for by in 1..4 {
+        let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(OTHER_GPA), 2 << 20)]);
+        let memory = memory.unwrap();
+        add(&memory, by);
+        let hva = memory.get_host_address(GuestAddress(OTHER_GPA)).unwrap();
+        let mut slot = kvm_userspace_memory_region {
+            slot: 5,
+            flags: 0,
+            guest_phys_addr: OTHER_GPA,
+            memory_size: 2 << 20,
+            userspace_addr: hva as u64,
+        };
+        // SAFETY: the mapping lives until the slot is deleted.
+        unsafe { m.vm.set_user_memory_region(slot).unwrap() };
+        let vcpu = vcpu.get_or_insert_with(|| m.vcpu(0, GVA));
+        let mut regs = vcpu.get_regs().unwrap();
+        (regs.rip, regs.rcx) = (GVA, 0);
+        vcpu.set_regs(&regs).unwrap();
+        turns(vcpu, 5, &[(0x80, false)]);
+        assert_eq!(vcpu.get_regs().unwrap().rcx, 5 * u64::from(by));
+        slot.memory_size = 0;
+        // SAFETY: it is deleted.
+        unsafe { m.vm.set_user_memory_region(slot).unwrap() };
+        drop(memory);
+        vcpu.set_regs(&regs).unwrap();
+        vcpu.set_sregs(&vcpu.get_sregs().unwrap()).unwrap();
     }
 }

@@ -197,9 +197,7 @@ impl Mmu {
     /// Has code compared again if a device may have written it, as a flush would have done when the code is next fetched.
     fn recheck_code_of_flush(&mut self) {
         if core::mem::take(&mut self.is_written_by_device) {
-            self.renew_families();
-            self.verification = self.verification.map(|v| v + 1);
-            self.fetched.iter_mut().for_each(Vec::clear);
+            self.recheck_code();
         }
     }
 }

@@ -12,9 +12,9 @@ use x86_defs::paging::PAGE_SIZE;
 
 use crate::{
     Miss, Mmu, View,
-    exposed::Exposed,
     fault::Mapped,
     fetch::{FetchEntry, GlobalFetch, GlobalPage, SPACE_SHIFT, Sum, space_of},
+    fetched::{Fetched, Page},
     source::Translated,
     sum::sum_of,
     written::SlotPage,
@@ -22,11 +22,6 @@ use crate::{
 
 /// Number of pages whose code is remembered for comparison.
 const MAX_SUMS: usize = 1 << 16;
-/// Maximum number of pages that are compared at once. More pages are compared one by one, each when it is executed
-/// next.
-const MAX_EXPOSED: usize = 12;
-/// Number of times that the same pages are compared at once. Then those that are still executed are found out anew.
-const MAX_LOOKS: u32 = 1024;
 /// A bit that is set in each page's identity, so that no identity is 0.
 const IDENTITY: u64 = 1 << 63;
 
@@ -151,16 +146,11 @@ impl Mmu {
         }
     }
 
-    /// Notes a page that has just been compared, for [`Self::serialize`] and [`Self::recheck_exposed`].
+    /// Notes a page that has just been compared, for [`Self::recheck_code`] and [`Self::recheck_exposed`].
     fn expose(&mut self, e: FetchEntry) {
-        let add = |pages: &mut Vec<Exposed<FetchEntry>>| {
-            if pages.len() <= MAX_EXPOSED && pages.iter().all(|other| other.entry.id != e.id) {
-                pages.push(Exposed::new(e));
-            }
-        };
-        add(&mut self.fetched[usize::from(self.views[self.live].user)]);
+        self.fetched[usize::from(self.views[self.live].user)].add(e);
         if e.writable {
-            add(&mut self.exposed);
+            self.exposed.add(e);
         }
     }
 
@@ -172,8 +162,12 @@ impl Mmu {
             e.sum = self.sums.get(&e.id).copied().unwrap_or_default();
         }
         let generation = self.slot(e.slot).map_or(0, |s| s.code_generation(e.index));
-        if e.sum.generation == generation && sum_of(e.host, e.sum.chunks) != e.sum.sum {
+        if e.sum.generation != generation {
+            // None of what was fetched is used any more.
+            e.sum = Sum::default();
+        } else if sum_of(e.host, e.sum.chunks) != e.sum.sum {
             self.compare_sum(e);
+            e.sum = Sum::default();
         }
     }
 
@@ -327,42 +321,51 @@ impl Mmu {
         }
     }
 
-    /// The VMM may have written code: each page is compared with what was fetched from it
-    /// before it is executed again. Cheap by itself; pages that are not executed cost nothing.
+    /// Has each page compared with what was fetched from it before it is executed again, as the VMM may have written code:
+    /// all pages now, if that costs little and if none has been forgotten, or else each when it is fetched from. In the
+    /// first case what engines keep for the present epoch stays.
     pub fn recheck_code(&mut self) {
+        if !self.compare_fetched(0) {
+            self.begin_verification();
+        }
+    }
+
+    /// Does the same at an instruction that serialises. One that a user executes says nothing about the kernel's code. (A
+    /// program that starts executes CPUID some thirty times.)
+    pub fn serialize(&mut self) {
+        if !self.views[self.live].user {
+            self.recheck_code();
+        } else if !self.compare_fetched(1) {
+            self.forget_switches();
+            self.verification[1] += 1;
+            self.fetched[1].clear();
+            self.verify_view();
+        }
+    }
+
+    /// Has each page compared when it is fetched from next.
+    fn begin_verification(&mut self) {
         self.renew_families();
         self.verification = self.verification.map(|v| v + 1);
         self.exposed.clear();
-        self.looks = 0;
-        self.fetched.iter_mut().for_each(Vec::clear);
+        self.fetched.iter_mut().for_each(Fetched::clear);
         self.global_fetch.epoch = self.next_tick();
         self.other_fetch.epoch = self.next_tick();
         self.verify_view();
     }
 
-    /// Does the same at an instruction that serialises. One that a user executes says nothing about the kernel's code. (A
-    /// program that starts executes CPUID some thirty times.) If few pages have been fetched from since the last
-    /// recheck, they are compared at once, and what engines keep for the present epoch stays.
-    pub fn serialize(&mut self) {
-        let is_user = self.views[self.live].user;
-        let from = usize::from(is_user);
-        if self.fetched[from..]
-            .iter()
-            .all(|pages| pages.len() <= MAX_EXPOSED)
-        {
+    /// Compares the pages that users have fetched from, and with `from` 0 those of supervisors as well, if it is
+    /// worthwhile to compare them at once. Returns true if it was.
+    fn compare_fetched(&mut self, from: usize) -> bool {
+        let is_worthwhile = self.fetched[from..].iter().all(Fetched::is_worthwhile);
+        if is_worthwhile {
             for n in from..self.fetched.len() {
-                let mut pages = core::mem::take(&mut self.fetched[n]);
-                self.compare_pages(&mut pages);
-                self.fetched[n] = pages;
+                let mut fetched = core::mem::take(&mut self.fetched[n]);
+                self.compare_pages(&mut fetched);
+                self.fetched[n] = fetched;
             }
-        } else if is_user {
-            self.forget_switches();
-            self.verification[1] += 1;
-            self.fetched[1].clear();
-            self.verify_view();
-        } else {
-            self.recheck_code();
         }
+        is_worthwhile
     }
 
     /// Returns the number of rechecks that concern the live view.
@@ -376,39 +379,32 @@ impl Mmu {
     /// So only pages count that the guest can write by the address by which it executes them.
     #[inline]
     pub(crate) fn look_at_exposed(&mut self) {
-        match self.exposed.len() {
-            0 => {}
-            1..=MAX_EXPOSED if self.looks < MAX_LOOKS => {
-                self.looks += 1;
-                let mut pages = core::mem::take(&mut self.exposed);
-                self.compare_pages(&mut pages);
-                self.exposed = pages;
-            }
-            _ => self.recheck_code(),
+        if self.exposed.is_empty() {
+            return;
+        }
+        if self.exposed.is_worthwhile() {
+            let mut exposed = core::mem::take(&mut self.exposed);
+            self.compare_pages(&mut exposed);
+            self.exposed = exposed;
+        } else {
+            self.begin_verification();
         }
     }
 
     #[inline]
-    fn compare_pages(&mut self, pages: &mut [Exposed<FetchEntry>]) {
-        let remembered = self.remembered;
-        let is_same = |page: &mut Exposed<FetchEntry>| {
-            let FetchEntry {
-                host, sum, known, ..
-            } = page.entry;
-            known == remembered && page.is_same(host, sum.chunks, sum.sum)
-        };
-        if !pages.iter_mut().all(is_same) {
-            self.compare_changed(pages);
+    fn compare_pages(&mut self, fetched: &mut Fetched) {
+        for (n, page) in fetched.look().iter_mut().enumerate() {
+            if page.entry.known != self.remembered || !page.is_same(n) {
+                self.compare_changed(page);
+            }
         }
     }
 
     #[cold]
-    fn compare_changed(&mut self, pages: &mut [Exposed<FetchEntry>]) {
-        for page in pages {
-            let mut e = page.entry;
-            self.compare(&mut e);
-            page.set_entry(e);
-        }
+    fn compare_changed(&mut self, page: &mut Page) {
+        let mut e = page.entry;
+        self.compare(&mut e);
+        page.set_entry(e);
     }
 
     /// Notes that the live view's epoch belongs to the current [`Self::verification`].

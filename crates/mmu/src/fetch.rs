@@ -269,7 +269,7 @@ impl GlobalPages {
 }
 
 /// Checksum of the chunks of a page that this vCPU has fetched.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sum {
     pub(crate) generation: u32,
     pub(crate) chunks: u64,

@@ -7,6 +7,7 @@ use x86_cpu::CpuState;
 
 use crate::{
     Mmu,
+    fetched::Fetched,
     l1::Half,
     written::{Pages, SlotPage, Tags},
 };
@@ -65,7 +66,7 @@ impl Mmu {
             self.views[i].epoch = epoch;
         }
         self.exposed.clear();
-        self.fetched.iter_mut().for_each(Vec::clear);
+        self.fetched.iter_mut().for_each(Fetched::clear);
         self.written.reset(&self.table);
         self.look_for_logging();
     }

@@ -23,6 +23,9 @@ impl Hasher for Identity {
     fn write_u16(&mut self, v: u16) {
         self.write_u64(v.into());
     }
+    fn write_u32(&mut self, v: u32) {
+        self.write_u64(v.into());
+    }
     fn write_usize(&mut self, v: usize) {
         self.write_u64(v as u64);
     }

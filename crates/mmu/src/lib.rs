@@ -50,10 +50,10 @@ mod bulk;
 mod catch_up;
 mod code;
 mod context;
-mod exposed;
 mod families;
 mod fault;
 mod fetch;
+mod fetched;
 mod flush;
 mod front;
 mod give_up;
@@ -268,15 +268,12 @@ pub struct Mmu {
     families: families::Families,
     code_changes: Arc<AtomicU64>,
     sums: HashMap<u64, fetch::Sum, hash::ByIdentity>,
-    /// Numbers of calls of [`Self::recheck_code`], for supervisors and for users.
+    /// Numbers of times that each page was to be compared when fetched from next, for supervisors and for users.
     verification: [u64; 2],
-    /// Pages mapped writable that were executed since then. With one more than `MAX_EXPOSED` of them, there are too many.
-    exposed: Vec<exposed::Exposed<fetch::FetchEntry>>,
-    /// Number of times that `exposed` was compared since it was empty.
-    looks: u32,
-    /// Pages that supervisors and users have fetched from under the present `verification`, for
-    /// [`Self::serialize`]: all of them, or more than are compared at once.
-    fetched: [Vec<exposed::Exposed<fetch::FetchEntry>>; 2],
+    /// Pages that supervisors and users have fetched from under the present `verification`.
+    fetched: [fetched::Fetched; 2],
+    /// Those of them that the guest can write by the address by which it executes them.
+    exposed: fetched::Fetched,
     /// Number of changes of `sums`.
     remembered: u64,
     stats: Stats,
@@ -341,9 +338,8 @@ impl Mmu {
             global_pages: fetch::GlobalPages::default(),
             sums: HashMap::default(),
             verification: [0; 2],
-            exposed: Vec::new(),
-            looks: 0,
-            fetched: [Vec::new(), Vec::new()],
+            fetched: Default::default(),
+            exposed: fetched::Fetched::default(),
             remembered: 1,
             stats: Stats::default(),
         };

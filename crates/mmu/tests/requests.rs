@@ -472,41 +472,53 @@ fn serialising_instructions_compare_code() {
     }
 }
 
-/// Few pages are compared at once, and what is known of them stays. Many are compared one by one, when they are executed
-/// next.
+/// Pages are compared at once, and what is known of them stays, as long as they are few beside those of the beginning.
+/// Then they are compared one by one, when they are executed next. Either way a change is noticed.
 #[test]
-fn serialising_instructions_compare_few_pages_at_once() {
+fn pages_are_compared_at_once_while_that_is_worthwhile() {
     const ROOT: u64 = 0x10_0000;
-    const PAGES: u64 = 20;
-    let mut m = Machine::long_mode(ROOT);
-    let mut pool = ROOT + 0x1000;
     let at = |n: u64| (0x40_0000 + 0x1000 * n, 0x2000 + 0x1000 * n);
-    for (gva, gpa) in (0..PAGES).map(at) {
-        m.map(ROOT, gva, gpa | 7, &mut pool);
-    }
-    m.cpu.cpl = 3;
-    m.mmu.select_view(&m.cpu);
     let look = |m: &mut Machine, n: u64| fetch(&mut m.mmu, &mut m.cpu, at(n).0).1;
-    for (fetched, keeps) in [(3, true), (PAGES, false), (2, true)] {
-        let before: Vec<u32> = (0..fetched).map(|n| look(&mut m, n)).collect();
-        let epoch = m.mmu.fetch_epoch();
-        m.mmu.serialize();
-        assert_eq!(m.mmu.fetch_epoch() == epoch, keeps, "{fetched} pages");
-        assert!((0..fetched).all(|n| look(&mut m, n) == before[n as usize]));
-        let changed = fetched - 1;
-        let byte = at(changed).1 as usize;
-        // SAFETY: inside the mapping; the vCPU does not run.
-        unsafe {
-            let byte = m.ram.as_ptr().add(byte);
-            byte.write_volatile(byte.read_volatile() + 1);
+    type Compare = fn(&mut Machine);
+    let by_user: Compare = |m| m.mmu.serialize();
+    let by_vmm: Compare = |m| m.mmu.recheck_code();
+    let by_device: Compare = |m| m.mmu.recheck_exposed();
+    // Pages before the first comparison, number of comparisons, pages before the last one, and whether the epoch stays.
+    let cases = [
+        (3, 1, 3, true),
+        (3, 1, 20, true),
+        (3, 1, 40, false),
+        (3, 500, 3, true),
+        (20, 1, 100, true),
+        (20, 63, 20, true),
+        (20, 64, 20, false),
+    ];
+    for compare in [by_user, by_vmm, by_device] {
+        for (few, comparisons, many, keeps) in cases {
+            let mut m = Machine::long_mode(ROOT);
+            let mut pool = ROOT + 0x1000;
+            for (gva, gpa) in (0..many).map(at) {
+                m.map(ROOT, gva, gpa | 7, &mut pool);
+            }
+            m.cpu.cpl = 3;
+            m.mmu.select_view(&m.cpu);
+            (0..few).for_each(|n| _ = look(&mut m, n));
+            (0..comparisons).for_each(|_| compare(&mut m));
+            let before: Vec<u32> = (0..many).map(|n| look(&mut m, n)).collect();
+            let changed = many - 1;
+            // SAFETY: inside the mapping; the vCPU does not run.
+            unsafe {
+                let byte = m.ram.as_ptr().add(at(changed).1 as usize);
+                byte.write_volatile(byte.read_volatile() + 1);
+            }
+            let epoch = m.mmu.fetch_epoch();
+            compare(&mut m);
+            assert_eq!(m.mmu.fetch_epoch() == epoch, keeps, "{few} {many}");
+            for n in 0..many {
+                let same = look(&mut m, n) == before[n as usize];
+                assert_eq!(same, n != changed, "page {n} of {many}");
+            }
         }
-        m.mmu.serialize();
-        for n in 0..fetched {
-            let same = look(&mut m, n) == before[n as usize];
-            assert_eq!(same, n != changed, "page {n} of {fetched}");
-        }
-        // Only pages that are fetched from now on count.
-        m.mmu.recheck_code();
     }
 }
 

@@ -66,6 +66,8 @@ struct Inner {
     signals_checked_ns: u64,
     /// The last exit only asked the VMM for a device access.
     is_device_exit: bool,
+    /// The VMM has made a call that it also makes after it has written code.
+    may_have_new_code: bool,
     /// The last exit came from translated code, and no call but KVM_RUN was made since: see [`Inner::can_resume`].
     resumes: bool,
     /// Entries since the clock was last read.
@@ -129,6 +131,7 @@ impl Vcpu {
             mp_state,
             signals_checked_ns: 0,
             is_device_exit: false,
+            may_have_new_code: false,
             resumes: false,
             quick_entries: 0,
             has_run: false,
@@ -224,7 +227,7 @@ impl Vcpu {
         regs::update_privilege(&mut inner.cpu);
         inner.bus.select_view(&mut inner.cpu);
         // A VMM that moves RIP may have loaded the code there.
-        inner.bus.mmu.recheck_code();
+        inner.may_have_new_code = true;
         Ok(())
     }
     /// KVM_GET_SREGS.
@@ -248,7 +251,7 @@ impl Vcpu {
                 soft: false,
             });
         }
-        inner.bus.mmu.recheck_code();
+        inner.may_have_new_code = true;
         Ok(())
     }
     /// KVM_GET_SREGS2.
@@ -481,7 +484,7 @@ impl Vcpu {
         let inner = &mut *self.lock();
         debug::set(&mut inner.cpu, &mut inner.bus, debug)?;
         // Software breakpoints are written into guest memory before this call.
-        inner.bus.mmu.recheck_code();
+        inner.may_have_new_code = true;
         Ok(())
     }
     /// KVM_TRANSLATE.

@@ -187,8 +187,11 @@ impl Mmu {
 
     /// See [`Front::root_is_kept`](crate::Front::root_is_kept).
     pub(crate) fn root_is_kept(&self) -> Option<RootIsKept> {
-        let Some(promised) = self.promised.as_ref().filter(|_| self.is_promised()) else {
-            return Some(RootIsKept::Always);
+        let promised = match &self.promised {
+            Some(promised) if self.is_promised() => promised,
+            // Each load flushes.
+            Some(promised) if promised.area.entries == 0 => return None,
+            _ => return Some(RootIsKept::Always),
         };
         let entry = promised.area.entry(self.paging.pcid - FIRST);
         let page = self.table.host_page(0, entry, true)?;
