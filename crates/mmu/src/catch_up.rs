@@ -7,6 +7,7 @@ use x86_cpu::{CpuState, Exception};
 use crate::{
     Mmu, Mode,
     context::{CURRENT, ContextKey},
+    fetched::Fetched,
     reach,
     shadow::{
         derived::Found,
@@ -14,6 +15,10 @@ use crate::{
     },
     walk::Walk,
 };
+
+/// Maximum number of pages of code that are compared at a flush. A guest that reads from a disk flushes a thousand times
+/// a second.
+const MAX_AT_FLUSH: usize = 64;
 
 impl Mmu {
     /// Sets how translations are kept when CR3 changes, and forgets all translations.
@@ -194,10 +199,19 @@ impl Mmu {
         self.look_at_exposed();
     }
 
-    /// Has code compared again if a device may have written it, as a flush would have done when the code is next fetched.
+    /// Has code compared again if a device may have written it: few pages now, and many when they are fetched from next,
+    /// as a flush would have done. In the second case what is kept for global code stays.
     fn recheck_code_of_flush(&mut self) {
-        if core::mem::take(&mut self.is_written_by_device) {
-            self.recheck_code();
+        if !core::mem::take(&mut self.is_written_by_device) {
+            return;
+        }
+        let pages: usize = self.fetched.iter().map(Fetched::len).sum();
+        if pages > MAX_AT_FLUSH || !self.compare_fetched(0) {
+            self.renew_families();
+            self.verification = self.verification.map(|v| v + 1);
+            let [supervisors, users] = &mut self.fetched;
+            supervisors.set_incomplete();
+            users.clear();
         }
     }
 }

@@ -147,7 +147,8 @@ impl Mmu {
     }
 
     /// Notes a page that has just been compared, for [`Self::recheck_code`] and [`Self::recheck_exposed`].
-    fn expose(&mut self, e: FetchEntry) {
+    fn expose(&mut self, mut e: FetchEntry) {
+        self.find_sum(&mut e);
         self.fetched[usize::from(self.views[self.live].user)].add(e);
         if e.writable {
             self.exposed.add(e);
@@ -157,10 +158,7 @@ impl Mmu {
     /// Compares the page with the code that was fetched from it.
     fn compare(&mut self, e: &mut FetchEntry) {
         self.stats.code_rechecks += 1;
-        if e.known != self.remembered {
-            e.known = self.remembered;
-            e.sum = self.sums.get(&e.id).copied().unwrap_or_default();
-        }
+        self.find_sum(e);
         let generation = self.slot(e.slot).map_or(0, |s| s.code_generation(e.index));
         if e.sum.generation != generation {
             // None of what was fetched is used any more.
@@ -168,6 +166,14 @@ impl Mmu {
         } else if sum_of(e.host, e.sum.chunks) != e.sum.sum {
             self.compare_sum(e);
             e.sum = Sum::default();
+        }
+    }
+
+    /// Sets the entry's checksum.
+    fn find_sum(&self, e: &mut FetchEntry) {
+        if e.known != self.remembered {
+            e.known = self.remembered;
+            e.sum = self.sums.get(&e.id).copied().unwrap_or_default();
         }
     }
 
@@ -246,16 +252,19 @@ impl Mmu {
             generation,
             ..Sum::default()
         });
+        let before = *sum;
         if sum.generation != generation {
             *sum = Sum {
                 generation,
                 ..Sum::default()
             };
-            self.remembered += 1;
         }
-        if sum.chunks & chunks != chunks {
-            sum.add(e.host, chunks);
+        sum.add(e.host, chunks);
+        let sum = *sum;
+        if sum != before {
             self.remembered += 1;
+            let lists = self.fetched.iter_mut().chain([&mut self.exposed]);
+            lists.for_each(|fetched| fetched.set_sum(e.id, sum));
         }
     }
 
@@ -356,7 +365,7 @@ impl Mmu {
 
     /// Compares the pages that users have fetched from, and with `from` 0 those of supervisors as well, if it is
     /// worthwhile to compare them at once. Returns true if it was.
-    fn compare_fetched(&mut self, from: usize) -> bool {
+    pub(crate) fn compare_fetched(&mut self, from: usize) -> bool {
         let is_worthwhile = self.fetched[from..].iter().all(Fetched::is_worthwhile);
         if is_worthwhile {
             for n in from..self.fetched.len() {
@@ -379,7 +388,7 @@ impl Mmu {
     /// So only pages count that the guest can write by the address by which it executes them.
     #[inline]
     pub(crate) fn look_at_exposed(&mut self) {
-        if self.exposed.is_empty() {
+        if self.exposed.len() == 0 {
             return;
         }
         if self.exposed.is_worthwhile() {
@@ -394,7 +403,7 @@ impl Mmu {
     #[inline]
     fn compare_pages(&mut self, fetched: &mut Fetched) {
         for (n, page) in fetched.look().iter_mut().enumerate() {
-            if page.entry.known != self.remembered || !page.is_same(n) {
+            if !page.is_same(n) {
                 self.compare_changed(page);
             }
         }
@@ -404,7 +413,7 @@ impl Mmu {
     fn compare_changed(&mut self, page: &mut Page) {
         let mut e = page.entry;
         self.compare(&mut e);
-        page.set_entry(e);
+        page.set_sum(e.sum);
     }
 
     /// Notes that the live view's epoch belongs to the current [`Self::verification`].

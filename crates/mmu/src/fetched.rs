@@ -4,10 +4,13 @@
 //! To compare the pages one by one, each when it is fetched from, also loses what engines know of them; so all of them
 //! are compared at such a moment, as long as they are few beside those that the guest executes between two moments.
 
+use std::collections::HashMap;
+
 use guest_memory::{HostPage, PageCopy};
 
 use crate::{
-    fetch::FetchEntry,
+    fetch::{FetchEntry, Sum},
+    hash::ByIdentity,
     sum::{sum_of, sum_of_chunks},
 };
 
@@ -19,20 +22,19 @@ const MAX_PAGES: usize = 1024;
 const MAX_GROWTH: usize = 8;
 /// Number of pages that are compared with copies. A copy takes 4 KiB.
 const MAX_COPIES: usize = 32;
+/// Number of times that a page is compared by its checksum before it is copied: most lists do not live long.
+const COMPARISONS_BEFORE_COPY: u8 = 8;
 /// Number of times that few pages are compared at once. Then those that are still executed are found out anew.
 const MAX_LOOKS_AT_FEW: u32 = 1024;
 /// The same for more pages.
 const MAX_LOOKS: u32 = 64;
-/// Places of [`Fetched::listed`].
-const PLACES: usize = 512;
 
 /// The pages that were fetched from since the list was cleared.
 #[derive(Debug)]
 pub(crate) struct Fetched {
     pages: Vec<Page>,
-    /// Identities of pages that are in the list, each at a place that follows from it. A page that has lost its place
-    /// to another may be in the list twice.
-    listed: Vec<u64>,
+    /// Where pages are in the list, by identity.
+    places: HashMap<u64, usize, ByIdentity>,
     /// The list has not taken up a page.
     is_incomplete: bool,
     /// Number of times that the pages were compared.
@@ -45,7 +47,7 @@ impl Default for Fetched {
     fn default() -> Self {
         Self {
             pages: Vec::new(),
-            listed: Vec::new(),
+            places: HashMap::default(),
             is_incomplete: false,
             looks: 0,
             limit: MAX_PAGES,
@@ -54,25 +56,32 @@ impl Default for Fetched {
 }
 
 impl Fetched {
-    /// Adds a page that has just been compared.
+    /// Adds a page that has just been compared, whose entry has its checksum.
     pub(crate) fn add(&mut self, entry: FetchEntry) {
-        if self.is_incomplete {
+        if self.is_incomplete || self.places.contains_key(&entry.id) {
             return;
         }
-        self.listed.resize(PLACES, 0);
-        let place = &mut self.listed[(entry.id >> 12) as usize % PLACES];
-        if *place == entry.id {
-            return;
-        }
-        *place = entry.id;
         self.is_incomplete = self.pages.len() == self.limit;
         if !self.is_incomplete {
+            self.places.insert(entry.id, self.pages.len());
             self.pages.push(Page::new(entry));
         }
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.pages.is_empty()
+    /// Notes the checksum of the page with this identity.
+    pub(crate) fn set_sum(&mut self, id: u64, sum: Sum) {
+        if let Some(n) = self.places.get(&id) {
+            self.pages[*n].set_sum(sum);
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.pages.len()
+    }
+
+    /// Notes that pages are missing which engines still know something of.
+    pub(crate) fn set_incomplete(&mut self) {
+        self.is_incomplete = true;
     }
 
     /// Returns true if all pages are listed, and to compare them costs less than to find anew those that are executed.
@@ -86,15 +95,17 @@ impl Fetched {
 
     /// Returns the pages, all of which the caller compares.
     pub(crate) fn look(&mut self) -> &mut [Page] {
-        if self.looks == 0 {
-            self.limit = (self.pages.len() * MAX_GROWTH).clamp(FEW, MAX_PAGES);
+        if !self.pages.is_empty() {
+            if self.looks == 0 {
+                self.limit = (self.pages.len() * MAX_GROWTH).clamp(FEW, MAX_PAGES);
+            }
+            self.looks += 1;
         }
-        self.looks += 1;
         &mut self.pages
     }
 
     pub(crate) fn clear(&mut self) {
-        self.listed.clear();
+        self.places.clear();
         self.pages.clear();
         self.is_incomplete = false;
         self.looks = 0;
@@ -106,8 +117,8 @@ impl Fetched {
 #[derive(Debug)]
 pub(crate) struct Page {
     pub(crate) entry: FetchEntry,
-    /// The page was compared by its checksum before.
-    was_compared: bool,
+    /// Number of times that the page was compared by its checksum, up to [`COMPARISONS_BEFORE_COPY`].
+    compared: u8,
     copy: Option<Copy>,
 }
 
@@ -136,21 +147,24 @@ impl Page {
     fn new(entry: FetchEntry) -> Self {
         Self {
             entry,
-            was_compared: false,
+            compared: 0,
             copy: None,
         }
     }
 
-    /// True if the page, number `n` of the list, still has all the bytes of which its entry has the checksum. From the
-    /// second comparison on, the first pages are compared with copies.
+    /// True if the page, number `n` of the list, still has all the bytes of which its entry has the checksum. The first
+    /// pages are compared with copies after a while.
     #[inline]
     pub(crate) fn is_same(&mut self, n: usize) -> bool {
         let FetchEntry { host, sum, .. } = self.entry;
         if let Some(copy) = &self.copy {
             return host.has_chunks(copy.chunks, &copy.words);
         }
-        if n < MAX_COPIES && core::mem::replace(&mut self.was_compared, true) {
-            return self.is_same_as_new_copy();
+        if n < MAX_COPIES {
+            if self.compared == COMPARISONS_BEFORE_COPY {
+                return self.is_same_as_new_copy();
+            }
+            self.compared += 1;
         }
         sum_of(host, sum.chunks) == sum.sum
     }
@@ -165,11 +179,11 @@ impl Page {
         is_same
     }
 
-    /// Replaces the entry after it was compared.
-    pub(crate) fn set_entry(&mut self, entry: FetchEntry) {
-        if entry.sum != self.entry.sum {
+    /// Replaces the checksum, because the page was compared or more of it was fetched.
+    pub(crate) fn set_sum(&mut self, sum: Sum) {
+        if sum != self.entry.sum {
             self.copy = None;
+            self.entry.sum = sum;
         }
-        self.entry = entry;
     }
 }
