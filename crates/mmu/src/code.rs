@@ -142,8 +142,14 @@ impl Mmu {
         self.expose(e);
         CodePage {
             id: e.id,
-            generation: self.slot(e.slot).map_or(0, |s| s.code_generation(e.index)),
+            generation: self.generation_of(&e),
         }
+    }
+
+    /// Returns the generation of the entry's page, which may be one of the address space that is not current.
+    fn generation_of(&self, e: &FetchEntry) -> u32 {
+        let slot = self.table.slots(space_of(e.id)).get(e.slot);
+        slot.map_or(0, |s| s.code_generation(e.index))
     }
 
     /// Notes a page that has just been compared, for [`Self::recheck_code`] and [`Self::recheck_exposed`].
@@ -159,8 +165,7 @@ impl Mmu {
     fn compare(&mut self, e: &mut FetchEntry) {
         self.stats.code_rechecks += 1;
         self.find_sum(e);
-        let generation = self.slot(e.slot).map_or(0, |s| s.code_generation(e.index));
-        if e.sum.generation != generation {
+        if e.sum.generation != self.generation_of(e) {
             // None of what was fetched is used any more.
             e.sum = Sum::default();
         } else if sum_of(e.host, e.sum.chunks) != e.sum.sum {
@@ -180,7 +185,7 @@ impl Mmu {
     /// The VMM writes guest RAM without telling: what this vCPU has fetched from
     /// the page must still be there when the page is mapped for fetching again.
     fn compare_sum(&mut self, e: &FetchEntry) {
-        let Some(slot) = self.table.slots(self.space()).get(e.slot) else {
+        let Some(slot) = self.table.slots(space_of(e.id)).get(e.slot) else {
             return;
         };
         let Some(sum) = self.sums.get_mut(&e.id) else {

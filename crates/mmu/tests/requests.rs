@@ -524,6 +524,37 @@ fn pages_are_compared_at_once_while_that_is_worthwhile() {
     }
 }
 
+/// A page is compared as what it is in its own address space, whether or not the vCPU is in SMM meanwhile.
+#[test]
+fn pages_of_the_other_address_space_are_compared() {
+    const SMM: u32 = 1 << 16;
+    let gpa = 0x5000;
+    for fetches_in_smm in [false, true] {
+        let mut m = Machine::new();
+        let hva = m.ram.as_ptr() as u64;
+        // The page is in the first slot of one space, and in the second of the other.
+        m.memory.set_slot(slot(SMM, 0, 0x1000, hva, 0)).unwrap();
+        let rest = slot(SMM | 1, 0x1000, RAM - 0x1000, hva + 0x1000, 0);
+        m.memory.set_slot(rest).unwrap();
+        m.mmu.sync(&m.cpu);
+        let go = |m: &mut Machine, in_smm| {
+            m.cpu.events.in_smm = in_smm;
+            m.mmu.set_root(&m.cpu);
+        };
+        go(&mut m, fetches_in_smm);
+        let before = fetch(&mut m.mmu, &mut m.cpu, gpa).1;
+        go(&mut m, !fetches_in_smm);
+        // SAFETY: inside the mapping; the vCPU does not run.
+        unsafe { m.ram.as_ptr().add(gpa as usize).write_volatile(9) };
+        for _ in 0..2 {
+            m.mmu.recheck_code();
+        }
+        go(&mut m, fetches_in_smm);
+        let after = fetch(&mut m.mmu, &mut m.cpu, gpa).1;
+        assert_ne!(after, before, "{fetches_in_smm}");
+    }
+}
+
 #[test]
 fn another_slot_has_other_code() {
     let mut m = Machine::new();
