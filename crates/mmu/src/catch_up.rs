@@ -16,8 +16,7 @@ use crate::{
     walk::Walk,
 };
 
-/// Maximum number of pages of code that are compared at a flush. A guest that reads from a disk flushes a thousand times
-/// a second.
+/// Maximum number of pages of code that are compared at a flush. A guest whose devices are busy flushes often.
 const MAX_AT_FLUSH: usize = 64;
 
 impl Mmu {

@@ -76,9 +76,7 @@ impl Mmu {
             self.expose(entry);
             return Ok(CodePage {
                 id: entry.id,
-                generation: self
-                    .slot(entry.slot)
-                    .map_or(0, |s| s.code_generation(entry.index)),
+                generation: self.generation_of(&entry),
             });
         }
         self.stats.fetch_misses += 1;
@@ -127,10 +125,9 @@ impl Mmu {
         }
         self.views[self.live].fetch.insert(entry);
         self.expose(entry);
-        let generation = self.slot(slot).map_or(0, |s| s.code_generation(index));
         Ok(CodePage {
             id: entry.id,
-            generation,
+            generation: self.generation_of(&entry),
         })
     }
 
@@ -152,6 +149,11 @@ impl Mmu {
         slot.map_or(0, |s| s.code_generation(e.index))
     }
 
+    /// Returns all lists of pages that were fetched from.
+    pub(crate) fn lists(&mut self) -> impl Iterator<Item = &mut Fetched> {
+        self.fetched.iter_mut().chain([&mut self.exposed])
+    }
+
     /// Notes a page that has just been compared, for [`Self::recheck_code`] and [`Self::recheck_exposed`].
     fn expose(&mut self, mut e: FetchEntry) {
         self.find_sum(&mut e);
@@ -165,13 +167,15 @@ impl Mmu {
     fn compare(&mut self, e: &mut FetchEntry) {
         self.stats.code_rechecks += 1;
         self.find_sum(e);
-        if e.sum.generation != self.generation_of(e) {
-            // None of what was fetched is used any more.
-            e.sum = Sum::default();
-        } else if sum_of(e.host, e.sum.chunks) != e.sum.sum {
-            self.compare_sum(e);
-            e.sum = Sum::default();
+        let is_current = e.sum.generation == self.generation_of(e);
+        if is_current && sum_of(e.host, e.sum.chunks) == e.sum.sum {
+            return;
         }
+        if is_current {
+            self.compare_sum(e);
+        }
+        // None of what was fetched is used any more.
+        e.sum = Sum::default();
     }
 
     /// Sets the entry's checksum.
@@ -268,8 +272,7 @@ impl Mmu {
         let sum = *sum;
         if sum != before {
             self.remembered += 1;
-            let lists = self.fetched.iter_mut().chain([&mut self.exposed]);
-            lists.for_each(|fetched| fetched.set_sum(e.id, sum));
+            self.lists().for_each(|list| list.set_sum(e.id, sum));
         }
     }
 
@@ -361,8 +364,7 @@ impl Mmu {
     fn begin_verification(&mut self) {
         self.renew_families();
         self.verification = self.verification.map(|v| v + 1);
-        self.exposed.clear();
-        self.fetched.iter_mut().for_each(Fetched::clear);
+        self.lists().for_each(Fetched::clear);
         self.global_fetch.epoch = self.next_tick();
         self.other_fetch.epoch = self.next_tick();
         self.verify_view();

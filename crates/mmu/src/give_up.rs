@@ -65,8 +65,7 @@ impl Mmu {
             self.views[i].flush();
             self.views[i].epoch = epoch;
         }
-        self.exposed.clear();
-        self.fetched.iter_mut().for_each(Fetched::clear);
+        self.lists().for_each(Fetched::clear);
         self.written.reset(&self.table);
         self.look_for_logging();
     }

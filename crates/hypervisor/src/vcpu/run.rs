@@ -54,11 +54,11 @@ impl Inner {
         // After an access to a device the VMM answers; after anything else it may also set
         // breakpoints, load code or reset the machine.
         let goes_on = std::mem::take(&mut self.is_device_exit);
-        let may_have_new_code = std::mem::take(&mut self.may_have_new_code) || !goes_on;
-        if !may_have_new_code {
-            self.bus.mmu.recheck_exposed();
-        } else {
+        let may_have_new_code = std::mem::take(&mut self.may_have_new_code);
+        if may_have_new_code || !goes_on {
             self.bus.mmu.recheck_code();
+        } else {
+            self.bus.mmu.recheck_exposed();
         }
         if matches!(
             self.mp_state,
