@@ -131,6 +131,7 @@ pub struct EngineFrame {
     pub flushing_loads: u64,
     gathered: [[u64; 4]; 3],
     bounced: [u64; 4],
+    mixed: u64,
 }
 
 /// A view that differs from another in PKRU alone.
@@ -195,6 +196,8 @@ pointers! {
     /// Address of the trampoline by which code that does not count goes on with code that counts, or the other way
     /// round; or 0.
     counted_go_on, COUNTED_GO_ON, set_counted_go_on;
+    /// Address of the MMU's mixed pages.
+    mixed, MIXED, set_mixed;
 }
 
 /// Offsets of words that only translated code writes.

@@ -100,9 +100,8 @@ impl Mmu {
         };
         // From here on our own writes to the page are noticed. Those before may
         // have hit code that another vCPU has fetched.
-        if self.drop_write_tags(entry.place(), host) {
-            self.bump_code(entry.place());
-        }
+        let written = self.drop_write_tags(entry.place(), host);
+        self.bump_chunks(entry.place(), written);
         self.compare_sum(&entry);
         if walk.global {
             self.global_fetch.add(gva, walk.level);
@@ -229,12 +228,10 @@ impl Mmu {
         let old = slot.track_code(e.index, offset, n as u64);
         let new = slot.code_chunks(e.index);
         if old != new {
-            if self.drop_write_tags(e.place(), e.host) && old != 0 {
+            if self.drop_write_tags(e.place(), e.host) & old != 0 {
                 self.bump(e.place());
             }
-            if old == 0 {
-                self.memory.ask_for_code(e.host);
-            }
+            self.memory.ask_for_code(e.host);
         }
         e.host.read_bytes(offset, buf);
         self.remember(&e, generation, offset, n as u64);

@@ -178,7 +178,7 @@ impl Mmu {
     /// Makes the context of `self.paging` current and carries out the flushes that it has missed.
     /// `flushes` says that the load of CR3 which asks for the context flushes its PCID.
     pub(crate) fn select_context(&mut self, flushes: bool) {
-        self.forget_devices();
+        self.forget_pages();
         self.leave_context();
         let (world, pcid) = (self.world(), self.paging.pcid);
         let tracked = self.tracked_context(world, flushes);
@@ -559,7 +559,7 @@ impl Mmu {
             self.views[tables].used = used;
             return tables;
         }
-        self.forget_devices();
+        self.forget_pages();
         self.contexts[self.current].recent = [None; 4];
         self.stats.views_made += 1;
         self.views_made += 1;

@@ -77,6 +77,9 @@ impl Mmu {
         } = mapped;
         let note = write && !(walk.dirty && self.begin_to_write(at, gva));
         if !self.is_watched(gva) {
+            if note && walk.dirty {
+                self.allow_beside_code(at, gva, host, who);
+            }
             self.note_level(gva, walk.level, walk.global);
             let tables = self.tables_for(who);
             let l1 = &mut self.views[tables].l1;
@@ -150,6 +153,8 @@ impl Mmu {
             }
             return false;
         }
+        // The page is written as a whole from now on.
+        self.mixed.take(at);
         if slot.mark_dirty(at.index) {
             self.stats.dirty_faults += 1;
             if let Some(start) = start {

@@ -107,7 +107,7 @@ impl Mmu {
         // What flushes is a barrier (SDM vol. 3, 9.3).
         fence(Ordering::SeqCst);
         self.stats.flushes += 1;
-        self.forget_devices();
+        self.forget_pages();
         self.forget_switches();
         let tick = self.next_tick();
         match self.own(what) {
@@ -163,7 +163,7 @@ impl Mmu {
     }
 
     pub(crate) fn flush_everything(&mut self) {
-        self.forget_devices();
+        self.forget_pages();
         self.forget_switches();
         let tick = self.next_tick();
         self.l2.flush_all(tick);

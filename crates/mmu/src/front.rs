@@ -8,6 +8,7 @@ use crate::{
     DevicePage, Mmu, RootIsKept, SwitchEpochs,
     fetch::space_of,
     l1::{L1, SITE_ENTRIES},
+    mixed::{MIXED_PAGES, MixedPage},
 };
 
 /// The MMU as a JIT sees it: the miss, tables that generated code reads, and numbers that say whether what the JIT has
@@ -112,6 +113,11 @@ impl<'a> Front<'a> {
     /// The last device pages read and written, in this order.
     pub fn device_pages(&self) -> *const DevicePage {
         self.0.devices.as_ptr()
+    }
+
+    /// The mixed pages.
+    pub fn mixed_pages(&self) -> &[MixedPage; MIXED_PAGES] {
+        self.0.mixed.entries()
     }
 }
 

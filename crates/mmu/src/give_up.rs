@@ -103,6 +103,7 @@ impl Mmu {
             for t in &mut self.views {
                 t.l1.flush(&[Half::Write]);
             }
+            self.mixed.forget_addresses();
         }
     }
 
@@ -128,7 +129,8 @@ impl Mmu {
         // The pages that were written unnoticed may have code that another vCPU has fetched before.
         host::cpu::barrier();
         for at in pages.iter().flat_map(|p| p.places()) {
-            self.bump_code(at);
+            let spared = self.mixed.take(at).unwrap_or(0);
+            self.bump_chunks(at, !spared);
         }
         pages.clear();
         self.given_up = pages;
@@ -160,14 +162,17 @@ impl Mmu {
         self.table.slots(at.space).get(at.slot)?.page(at.index)
     }
 
-    /// Makes this vCPU's writes to the page take the slow way. Returns true if the vCPU may have written the page
-    /// unnoticed since the last call.
-    pub(crate) fn drop_write_tags(&mut self, at: SlotPage, host: HostPage) -> bool {
-        let tags = self.written.take(at);
-        if let Some(tags) = tags {
-            self.drop_tags(tags, host);
+    /// Makes this vCPU's writes to the page take the slow way. Returns the chunks of the page that the vCPU may have
+    /// written unnoticed since the last call.
+    pub(crate) fn drop_write_tags(&mut self, at: SlotPage, host: HostPage) -> u64 {
+        let Some(tags) = self.written.take(at) else {
+            return 0;
+        };
+        if let Some(spared) = self.mixed.take(at) {
+            return !spared;
         }
-        tags.is_some()
+        self.drop_tags(tags, host);
+        u64::MAX
     }
 
     fn drop_tags(&mut self, tags: Tags, host: HostPage) {
@@ -200,10 +205,10 @@ impl Mmu {
         }
     }
 
-    /// Notes that code that was fetched from the page is out of date.
-    pub(crate) fn bump_code(&self, at: SlotPage) {
+    /// Notes that code that was fetched from the page is out of date, if any was fetched from these chunks.
+    pub(crate) fn bump_chunks(&self, at: SlotPage, chunks: u64) {
         if let Some(slot) = self.table.slots(at.space).get(at.slot)
-            && slot.code_chunks(at.index) != 0
+            && slot.code_chunks(at.index) & chunks != 0
         {
             slot.bump_code_generation(at.index);
         }
@@ -214,7 +219,8 @@ impl Mmu {
         let mut pages = Vec::new();
         self.written.take_all(|_, _| true, &mut pages);
         for at in pages.into_iter().flat_map(Pages::places) {
-            self.bump_code(at);
+            self.bump_chunks(at, u64::MAX);
         }
+        self.mixed.clear();
     }
 }

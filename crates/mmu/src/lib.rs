@@ -61,6 +61,7 @@ mod globals;
 pub mod hash;
 pub mod l1;
 mod l2;
+pub mod mixed;
 mod neighbours;
 mod paging;
 mod ram;
@@ -210,6 +211,7 @@ pub struct Mmu {
     near: usize,
     /// The last device pages read and written.
     devices: [DevicePage; 2],
+    mixed: mixed::Mixed,
 
     /// (context, view) tables; `live` and `system` are indices.
     views: Vec<context::Tables>,
@@ -301,6 +303,7 @@ impl Mmu {
             controls: None,
             near: 0,
             devices: [DevicePage::NONE; 2],
+            mixed: mixed::Mixed::default(),
             views: Vec::new(),
             live: 0,
             views_made: 0,

@@ -66,7 +66,7 @@ impl Mmu {
     }
 
     #[inline(always)]
-    fn l1_address(&self, who: Privilege) -> u64 {
+    pub(crate) fn l1_address(&self, who: Privilege) -> u64 {
         self.views[self.tables_for(who)].l1.base()
     }
 
@@ -77,9 +77,10 @@ impl Mmu {
         self.devices[usize::from(write)] = DevicePage::new(gva & !0xfff, tables, gpa & !0xfff);
     }
 
-    /// Forgets the last device pages, because translations may have changed.
-    pub(crate) fn forget_devices(&mut self) {
+    /// Forgets the last device pages, and the addresses of mixed pages, because translations may have changed.
+    pub(crate) fn forget_pages(&mut self) {
         self.devices = [DevicePage::NONE; 2];
+        self.mixed.forget_addresses();
     }
 
     /// The live view's tables, for generated code. They change with every call

@@ -13,7 +13,7 @@ use guest_memory::{GuestMemory, MemslotError};
 use host::Mapping;
 use machine::{Machine, RAM, slot};
 use mmu::{Miss, Mmu, l1::Half};
-use x86_cpu::{CpuState, Privilege::Current};
+use x86_cpu::{CpuState, Flush, Privilege::Current};
 
 const LOG: u32 = 1;
 const READONLY: u32 = 2;
@@ -358,6 +358,100 @@ fn another_vcpus_writes_are_seen_when_it_synchronises() {
     }
 }
 
+/// The chunks of the page of `gva` that translated code must not write, if it may write the others.
+fn spared(m: &mut Machine, gva: u64) -> Option<u64> {
+    let tables = m.mmu.live_tables().base();
+    let front = m.mmu.front();
+    let mut mixed = front.mixed_pages().iter();
+    let found = mixed.find(|e| e.page == gva & !0xfff && e.tables == tables);
+    found.map(|e| e.code)
+}
+
+#[test]
+fn data_beside_code_is_written_without_a_note() {
+    let mut m = Machine::with_flags(LOG);
+    let (gva, data) = (0x2040, 0x2100);
+    let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, gva);
+    assert_eq!(spared(&mut m, gva), None);
+    write(&mut m, data, 1).unwrap();
+    assert_eq!(spared(&mut m, gva), Some(1 << 1));
+    assert_eq!(m.mmu.live_tables().find(Half::Write, gva), None);
+    // Own code elsewhere in the page.
+    assert_eq!(fetch(&mut m.mmu, &mut m.cpu, 0x2180).1, generation);
+    assert_eq!(spared(&mut m, gva), None);
+    write(&mut m, data, 2).unwrap();
+    assert_eq!(spared(&mut m, gva), Some(1 << 1 | 1 << 6));
+    // What becomes clean has to be noted again.
+    harvest(&m.memory, 0).unwrap();
+    m.mmu.sync(&m.cpu);
+    assert_eq!(spared(&mut m, gva), None);
+    assert_eq!(look(&m.memory, 0)[0], 0);
+    write(&mut m, data, 3).unwrap();
+    assert_eq!(spared(&mut m, gva), Some(1 << 1 | 1 << 6));
+    assert_eq!(look(&m.memory, 0)[0], 1 << 2);
+    m.memory.request_write_flush();
+    m.mmu.sync(&m.cpu);
+    assert_eq!(spared(&mut m, gva), None);
+    // So does what is flushed.
+    write(&mut m, data, 3).unwrap();
+    m.mmu.flush(&m.cpu, Flush::Page(gva));
+    assert_eq!(spared(&mut m, gva), None);
+    write(&mut m, data, 3).unwrap();
+    assert!(spared(&mut m, gva).is_some());
+    assert_eq!(m.mmu.code_generation(id), generation);
+    // A write to code leaves a page of data.
+    write(&mut m, gva, 4).unwrap();
+    assert_ne!(m.mmu.code_generation(id), generation);
+    write(&mut m, data, 4).unwrap();
+    assert_eq!(spared(&mut m, gva), None);
+    assert!(m.mmu.live_tables().find(Half::Write, gva).is_some());
+}
+
+/// Another vCPU fetches from a chunk that this one may write.
+#[test]
+fn data_that_becomes_code_elsewhere_counts_as_changed() {
+    let far = 0x2000 + 0x1000 * mmu::mixed::MIXED_PAGES as u64;
+    for (n, leave) in [
+        |_: &mut Machine, _| (),
+        // By a page that takes its place.
+        |m: &mut Machine, far| write(m, far + 0x100, 1).unwrap(),
+        // By own code.
+        |m: &mut Machine, _| assert_eq!(fetch(&mut m.mmu, &mut m.cpu, 0x2700).2, [0; 8]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut m = Machine::new();
+        let (mut other, mut other_cpu) = m.second();
+        other.sync(&other_cpu);
+        fetch(&mut m.mmu, &mut m.cpu, far);
+        let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, 0x2040);
+        write(&mut m, 0x2100, 1).unwrap();
+        fetch(&mut other, &mut other_cpu, 0x2100);
+        assert!(m.mmu.needs_sync());
+        assert_eq!(spared(&mut m, 0x2040), Some(1 << 1));
+        // As translated code does.
+        // SAFETY: inside the mapping; no other thread is here.
+        unsafe { m.ram.as_ptr().add(0x2100).write_volatile(2) };
+        leave(&mut m, far);
+        m.mmu.sync(&m.cpu);
+        let changed = m.mmu.code_generation(id);
+        assert_ne!(changed, generation, "{n}");
+        let (_, seen, bytes) = fetch(&mut other, &mut other_cpu, 0x2100);
+        assert_eq!((seen, bytes), (changed, 2_u64.to_le_bytes()));
+        // What both have fetched is spared, and nobody is asked.
+        write(&mut m, 0x2200, 1).unwrap();
+        let code = spared(&mut m, 0x2040).unwrap();
+        assert_eq!(code & (1 << 1 | 1 << 4), 1 << 1 | 1 << 4);
+        fetch(&mut other, &mut other_cpu, 0x2040);
+        assert!(!m.mmu.needs_sync());
+        // The slot goes while the page may be written.
+        m.memory.set_slot(slot(0, 0, 0, 0, 0)).unwrap();
+        m.mmu.sync(&m.cpu);
+        assert_eq!(spared(&mut m, 0x2040), None);
+    }
+}
+
 /// By one address, by several, by some that have the same place in the tables.
 #[test]
 fn pages_are_written_by_any_address_before_they_are_code() {
@@ -429,13 +523,13 @@ fn writes_of_the_vmm_are_found_at_refill() {
     let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, gva);
     // SAFETY: inside the mapping; the vCPU does not run.
     unsafe { m.ram.as_ptr().add(gva as usize).write_volatile(2) };
-    m.mmu.flush(&m.cpu, x86_cpu::Flush::Page(gva));
+    m.mmu.flush(&m.cpu, Flush::Page(gva));
     let (_, now, bytes) = fetch(&mut m.mmu, &mut m.cpu, gva);
     assert_ne!(now, generation);
     assert_eq!(m.mmu.code_generation(id), now);
     assert_eq!(bytes, 2u64.to_le_bytes());
     // Nothing changed, nothing invalidated.
-    m.mmu.flush(&m.cpu, x86_cpu::Flush::All);
+    m.mmu.flush(&m.cpu, Flush::All);
     assert_eq!(fetch(&mut m.mmu, &mut m.cpu, gva).1, now);
     assert_eq!(m.mmu.stats().code_changed_by_vmm, 1);
 }
@@ -687,7 +781,7 @@ fn accessed_and_dirty_race() {
         std::thread::spawn(move || {
             while !stop.load(Ordering::Relaxed) {
                 mmu.sync(&cpu);
-                mmu.flush(&cpu, x86_cpu::Flush::All);
+                mmu.flush(&cpu, Flush::All);
                 let _ = mmu.write(&mut cpu, gva, 1u8, Current);
             }
         })

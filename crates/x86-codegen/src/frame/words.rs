@@ -41,6 +41,7 @@ const fn frame(offset: usize) -> usize {
 
 pub(crate) const TABLES: usize = frame(EngineFrame::TABLES);
 pub(crate) const DEVICES: usize = frame(EngineFrame::DEVICES);
+pub(crate) const MIXED: usize = frame(EngineFrame::MIXED);
 pub(crate) const TARGETS: usize = frame(EngineFrame::TARGETS);
 pub(crate) const KEY: usize = offset_of!(CpuState, engine.key);
 pub(crate) const SALT: usize = offset_of!(CpuState, engine.salt);

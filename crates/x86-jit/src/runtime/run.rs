@@ -207,6 +207,7 @@ impl<B: JitBus> Jit<B> {
             frame.set_context(&raw mut context as u64);
             frame.set_entry(entry);
             frame.set_devices(bus.mmu().device_pages() as u64);
+            frame.set_mixed(bus.mmu().mixed_pages().as_ptr() as u64);
             frame.set_keys(self.session.keys.address());
             frame.set_switches(self.session.switches.address());
             frame.set_switch_epochs(&raw const *bus.mmu().switch_epochs() as u64);

@@ -1,6 +1,7 @@
 //! What a TLB miss of translated code looks for before it calls Rust: other entries that have the page, and both pages
 //! of bytes that straddle two.
 
+mod mixed;
 mod reach;
 
 use mmu::{
@@ -100,7 +101,7 @@ fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
 /// memory too, the bytes are accessed where they are. If not, and they are an operand that is only read (`copies`), r14
 /// becomes the address of a copy. Returns then, with "above" in the flags. If they are written, r14 becomes the address
 /// of a copy, too, which has to be written back, and the flags say "overflow" and "below". With `answers`, asks the
-/// second level about bytes in one page. All other accesses go on behind this.
+/// second level about bytes in one page, and the mixed pages. All other accesses go on behind this.
 pub(crate) fn straddling(a: &mut Asm, copies: bool, answers: bool) {
     push(a, RAX);
     push(a, RCX);
@@ -108,6 +109,7 @@ pub(crate) fn straddling(a: &mut Asm, copies: bool, answers: bool) {
     let is_inside = if answers {
         let straddles = a.jcc(cc::A);
         reach::answer(a);
+        mixed::answer(a);
         let is_inside = a.jmp();
         let here = a.here();
         a.patch(straddles, here);

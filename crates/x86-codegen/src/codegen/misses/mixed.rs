@@ -1,0 +1,62 @@
+//! Writes of data beside code, that no table of the TLB answers: see [`mmu::mixed`].
+
+use std::mem::offset_of;
+
+use mmu::mixed::{CODE_CHUNK, MIXED_PAGES, MixedPage};
+
+use super::{branch_if_write, load_size};
+use crate::{asm::*, frame::words::*};
+
+/// Answers a write (r14 and r13 as for `Trampolines::miss`) whose bytes are in one page: returns from the trampoline
+/// with the host address in r14, and "above" in the flags. Goes on behind it, with all registers but rax and rcx as they
+/// were, if the page is none that has code, or if the bytes are code. The stack has rcx, and then rax.
+pub(super) fn answer(a: &mut Asm) {
+    const FIELD: fn(usize) -> Mem = |offset| at(RCX, offset as i32);
+    let is_write = branch_if_write(a);
+    let is_read = a.jmp();
+    let here = a.here();
+    a.patch(is_write, here);
+    a.mov32(RCX, S0);
+    a.shift(false, SHR, RCX, (12 - MixedPage::SHIFT) as u8);
+    let mask = (MIXED_PAGES - 1) << MixedPage::SHIFT;
+    a.alu_imm(false, Alu::And, RCX, mask as i32);
+    a.alu(true, Alu::Add, RCX, gs(MIXED));
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    a.alu(true, Alu::Cmp, RAX, FIELD(offset_of!(MixedPage, page)));
+    let is_other = a.jcc(cc::NE);
+    a.alu(true, Alu::Cmp, TLB, FIELD(offset_of!(MixedPage, tables)));
+    let is_others = a.jcc(cc::NE);
+    // With the size of a chunk or less, there are no chunks between the first and the last one.
+    load_size(a);
+    a.alu_imm(false, Alu::Cmp, RAX, CODE_CHUNK as i32);
+    let is_long = a.jcc(cc::A);
+    push(a, RDX);
+    a.load(RDX, FIELD(offset_of!(MixedPage, code)));
+    a.lea(RAX, at(RAX, -1).plus(S0, 0));
+    a.shift(true, SHR, RAX, CODE_CHUNK.trailing_zeros() as u8);
+    a.rr(true, &[0x0f, 0xa3], RAX, RDX); // bt
+    let ends_in_code = a.jcc(cc::B);
+    a.mov(RAX, S0);
+    a.shift(true, SHR, RAX, CODE_CHUNK.trailing_zeros() as u8);
+    a.rr(true, &[0x0f, 0xa3], RAX, RDX); // bt
+    let begins_in_code = a.jcc(cc::B);
+    a.load(RAX, FIELD(offset_of!(MixedPage, host)));
+    a.alu_imm(true, Alu::And, S0, 0xfff);
+    pop(a, RDX);
+    pop(a, RCX);
+    // No address is 0: the flags say "above".
+    a.alu_rr(true, Alu::Add, S0, RAX);
+    pop(a, RAX);
+    a.ret();
+    let here = a.here();
+    a.patch(ends_in_code, here);
+    a.patch(begins_in_code, here);
+    pop(a, RDX);
+    let here = a.here();
+    for from in [is_read, is_other, is_others, is_long] {
+        a.patch(from, here);
+    }
+}
+
+const SHR: u8 = 5;
