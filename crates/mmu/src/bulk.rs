@@ -4,27 +4,42 @@ use guest_memory::HostPage;
 use x86_cpu::{Access, CpuState, Privilege};
 use x86_defs::paging::PAGE_SIZE;
 
-use crate::{Mmu, l1::Half};
+use crate::{Mmu, fault::Resolved, l1::Half};
+
+/// A page that a run accesses.
+struct Plain {
+    host: HostPage,
+    /// The page, if it has code, so that what was written has to be noted.
+    noted: Option<Resolved>,
+}
 
 impl Mmu {
-    /// Returns the page of `gva` if it is in L1 or can be resolved without an exception, and its writes need no note.
-    fn plain_page(&mut self, cpu: &mut CpuState, gva: u64, access: Access) -> Option<HostPage> {
-        let write = access == Access::Write;
-        let tables = &self.views[self.live];
-        let hit = if write {
-            tables.l1.find(Half::Write, gva)
-        } else {
-            tables.l1.find(Half::Read, gva)
+    /// Returns the page of `gva` if it is RAM that the access may reach without an exception.
+    fn plain_page(&mut self, cpu: &mut CpuState, gva: u64, access: Access) -> Option<Plain> {
+        let half = match access {
+            Access::Write => Half::Write,
+            _ => Half::Read,
         };
-        if hit.is_some() {
-            return hit;
+        if let Some(host) = self.views[self.live].l1.find(half, gva) {
+            return Some(Plain { host, noted: None });
         }
         // The instruction makes this access next anyway, so the A and D bits that are set here are its own. A fault is
         // not: its address is taken back.
         let fault_gva = cpu.fault_gva;
         let page = self.resolve(cpu, gva, access, Privilege::Current);
         cpu.fault_gva = fault_gva;
-        page.ok().filter(|p| !p.note).map(|p| p.host)
+        let page = page.ok()?;
+        Some(Plain {
+            host: page.host,
+            noted: page.note.then_some(page),
+        })
+    }
+
+    /// Notes that `len` bytes of the page have been written, if that has to be noted.
+    fn written_plain(&self, page: &Plain, offset: u64, len: u64) {
+        if let Some(page) = &page.noted {
+            self.written(page, offset, len);
+        }
     }
 
     /// Copies up to `len` bytes in ascending order in units of `unit` bytes, not beyond the end of either page. Returns
@@ -48,11 +63,15 @@ impl Mmu {
         let Some(to) = self.plain_page(cpu, dst, Access::Write) else {
             return 0;
         };
-        if to.copy_elements(dst % PAGE_SIZE, from, src % PAGE_SIZE, count, unit) {
-            count * unit
-        } else {
-            0
+        let offset = dst % PAGE_SIZE;
+        if !to
+            .host
+            .copy_elements(offset, from.host, src % PAGE_SIZE, count, unit)
+        {
+            return 0;
         }
+        self.written_plain(&to, offset, count * unit);
+        count * unit
     }
 
     /// As [`Self::bulk_copy`], in descending order from the elements at `dst` and `src` on, not beyond the beginning of
@@ -75,11 +94,15 @@ impl Mmu {
         let Some(to) = self.plain_page(cpu, dst, Access::Write) else {
             return 0;
         };
-        if to.copy_elements_down(dst % PAGE_SIZE, from, src % PAGE_SIZE, count, unit) {
-            count * unit
-        } else {
-            0
+        let offset = dst % PAGE_SIZE;
+        if !to
+            .host
+            .copy_elements_down(offset, from.host, src % PAGE_SIZE, count, unit)
+        {
+            return 0;
         }
+        self.written_plain(&to, offset + unit - count * unit, count * unit);
+        count * unit
     }
 
     /// Fills up to `len` bytes with the low `unit` bytes of `value`, not beyond the page's end; otherwise like
@@ -99,11 +122,12 @@ impl Mmu {
         let Some(to) = self.plain_page(cpu, dst, Access::Write) else {
             return 0;
         };
-        if to.fill_elements(dst % PAGE_SIZE, value, count, unit) {
-            count * unit
-        } else {
-            0
+        let offset = dst % PAGE_SIZE;
+        if !to.host.fill_elements(offset, value, count, unit) {
+            return 0;
         }
+        self.written_plain(&to, offset, count * unit);
+        count * unit
     }
 
     /// Reads as many bytes of `buf` as there are before the page's end, and returns the number. 0 means that the caller
@@ -114,7 +138,7 @@ impl Mmu {
         let Some(from) = self.plain_page(cpu, src, Access::Read) else {
             return 0;
         };
-        if from.read_bytes(src % PAGE_SIZE, &mut buf[..len]) {
+        if from.host.read_bytes(src % PAGE_SIZE, &mut buf[..len]) {
             len
         } else {
             0

@@ -282,6 +282,32 @@ fn bulk_operations_behave_like_single_ones() {
     assert_eq!(m.mmu.bulk_fill(&mut m.cpu, 0x1000, 0, 3, 4), 0);
 }
 
+#[test]
+fn bulk_operations_change_code() {
+    // A run over code at 0x2100, and one beside it on either side.
+    type Run = fn(&mut Machine, u64) -> u64;
+    let runs: [Run; 3] = [
+        |m, at| m.mmu.bulk_fill(&mut m.cpu, at, 1, 64, 4),
+        |m, at| m.mmu.bulk_copy(&mut m.cpu, at, 0x5000, 64, 8),
+        |m, at| m.mmu.bulk_copy_down(&mut m.cpu, at + 56, 0x5038, 64, 8),
+    ];
+    for (n, run) in runs.into_iter().enumerate() {
+        let mut m = Machine::with_flags(LOG);
+        let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, 0x2100);
+        harvest(&m.memory, 0).unwrap();
+        for beside in [0x20c0, 0x2140] {
+            assert_eq!(run(&mut m, beside), 64, "{n}");
+            assert_eq!(m.mmu.code_generation(id), generation, "{n} {beside:x}");
+        }
+        assert_eq!(look(&m.memory, 0)[0] & 4, 4, "{n}");
+        for over in [0x20c4, 0x213c] {
+            let (_, generation, _) = fetch(&mut m.mmu, &mut m.cpu, 0x2100);
+            assert_eq!(run(&mut m, over), 64, "{n}");
+            assert_ne!(m.mmu.code_generation(id), generation, "{n} {over:x}");
+        }
+    }
+}
+
 fn fetch(mmu: &mut Mmu, cpu: &mut CpuState, gva: u64) -> (u64, u32, [u8; 8]) {
     let page = mmu.code_page(cpu, gva).unwrap();
     let mut bytes = [0; 8];
