@@ -5,10 +5,10 @@
 
 use std::sync::Arc;
 
-use guest_memory::{GuestMemory, SlotConfig};
+use guest_memory::{GuestMemory, MemslotError, SlotConfig};
 use host::Mapping;
-use mmu::Mmu;
-use x86_cpu::{CpuState, Feature, Flush};
+use mmu::{Miss, Mmu};
+use x86_cpu::{CpuState, Feature, Flush, Privilege::Current};
 use x86_defs::control::{cr0, cr4, efer};
 
 pub(crate) const RAM: u64 = 16 << 20;
@@ -105,4 +105,42 @@ impl Machine {
         }
         self.poke(table + (gva >> 12 & 511) * 8, 8, leaf);
     }
+}
+
+/// Flag of a slot.
+pub(crate) const LOG: u32 = 1;
+/// Flag of a slot.
+pub(crate) const READONLY: u32 = 2;
+
+pub(crate) fn write(m: &mut Machine, gpa: u64, v: u64) -> Result<(), Miss> {
+    m.mmu.write(&mut m.cpu, gpa, v, Current)
+}
+
+/// The bitmap of a slot, which is clean from now on.
+pub(crate) fn harvest(memory: &GuestMemory, slot: u32) -> Result<Vec<u64>, MemslotError> {
+    let mut bitmap = Vec::new();
+    let show = |_, words: &[u64]| {
+        bitmap.extend_from_slice(words);
+        Ok::<(), ()>(())
+    };
+    memory.take_dirty(slot, show)?.0.unwrap();
+    Ok(bitmap)
+}
+
+/// The bitmap, left as it is.
+pub(crate) fn look(memory: &GuestMemory, slot: u32) -> Vec<u64> {
+    let mut bitmap = Vec::new();
+    let show = |_, words: &[u64]| {
+        bitmap.extend_from_slice(words);
+        Ok::<(), ()>(())
+    };
+    memory.peek_dirty(slot, show).unwrap().unwrap();
+    bitmap
+}
+
+pub(crate) fn fetch(mmu: &mut Mmu, cpu: &mut CpuState, gva: u64) -> (u64, u32, [u8; 8]) {
+    let page = mmu.code_page(cpu, gva).unwrap();
+    let mut bytes = [0; 8];
+    assert_eq!(mmu.code_bytes(cpu, gva, &mut bytes), Ok(8));
+    (page.id, page.generation, bytes)
 }
