@@ -27,7 +27,7 @@ fn run(vcpu: &mut VcpuFd) -> u64 {
 /// Words of all sizes, at each distance from the borders of chunks.
 #[test]
 fn is_written_by_translated_code() {
-    const TURNS: u32 = 20_000;
+    const TURNS: u32 = 30_000;
     let machine = Machine::new();
     machine.load(CODE, |a| {
         let mut again = a.create_label();
@@ -101,6 +101,72 @@ fn code_in_new_places_is_executed_as_written() {
     let want: u64 = (1..=5000_u64).map(|n| n + (n ^ 1)).sum();
     assert_eq!(run(&mut vcpu), want);
     assert_eq!(u32::from_le_bytes(machine.read(DATA)), 10_000);
+}
+
+/// Variables between a jump and its target, and behind a return, in a page whose instructions change at times, too.
+#[test]
+fn among_instructions_translates_nothing_anew() {
+    const TURNS: u32 = 30_000;
+    let machine = Machine::new();
+    machine.load(CODE, |a| {
+        let (mut again, mut over, mut function, mut data, mut after, mut immediate, mut same) = (
+            a.create_label(),
+            a.create_label(),
+            a.create_label(),
+            a.create_label(),
+            a.create_label(),
+            a.create_label(),
+            a.create_label(),
+        );
+        a.mov(ecx, TURNS)?;
+        a.set_label(&mut again)?;
+        a.jmp(over)?;
+        a.set_label(&mut data)?;
+        a.dd(&[0])?;
+        a.set_label(&mut over)?;
+        a.inc(dword_ptr(data))?;
+        a.call(function)?;
+        // Each 10,000 turns an immediate changes.
+        a.mov(eax, ecx)?;
+        a.xor(edx, edx)?;
+        a.mov(esi, 10_000)?;
+        a.div(esi)?;
+        a.test(edx, edx)?;
+        a.jne(same)?;
+        a.lea(rdi, qword_ptr(immediate))?;
+        a.inc(dword_ptr(rdi + 2))?;
+        a.set_label(&mut same)?;
+        a.nop()?;
+        a.set_label(&mut immediate)?;
+        // ADD EBX, 0.
+        a.db(&[0x81, 0xc3, 0, 0, 0, 0])?;
+        a.dec(ecx)?;
+        a.jne(again)?;
+        a.mov(eax, dword_ptr(data))?;
+        a.mov(esi, dword_ptr(after))?;
+        a.hlt()?;
+        a.set_label(&mut function)?;
+        a.inc(dword_ptr(after))?;
+        a.ret()?;
+        a.set_label(&mut after)?;
+        a.dd(&[0])
+    });
+    let mut vcpu = machine.vcpu(0, CODE);
+    // In turns of 10,000: 1, then 2, then 3 are added.
+    let ones = u64::from(TURNS / 10_000);
+    let first = 1;
+    let want: u64 = (1..=u64::from(TURNS))
+        .map(|turn| {
+            // ECX counts down from TURNS; the immediate changes before it is added where ECX is a multiple.
+            let left = u64::from(TURNS) - turn + 1;
+            ones + first - left.div_ceil(10_000)
+        })
+        .sum();
+    assert_eq!(run(&mut vcpu), want);
+    let regs = vcpu.get_regs().unwrap();
+    assert_eq!((regs.rax, regs.rsi), (TURNS.into(), TURNS.into()));
+    let blocks = stats_fd::counter(&vcpu, "jit_blocks");
+    assert!(blocks < 1000, "{blocks}");
 }
 
 /// One vCPU writes functions into a page, and data beside them; the other one executes each function that it is told of.

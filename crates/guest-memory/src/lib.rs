@@ -16,6 +16,7 @@
 
 mod dirty;
 pub mod dirty_ring;
+pub mod exact_code;
 mod host_pages;
 pub mod memory;
 pub mod page;

@@ -14,6 +14,7 @@ use x86_defs::paging::{PAGE_SHIFT, PAGE_SIZE};
 use crate::{
     DirtyRings, HostPage, Writer, Writers,
     dirty::Dirty,
+    exact_code::{self, ExactCode},
     host_pages::{Gate, HostPages},
     writers::Mailbox,
 };
@@ -46,6 +47,7 @@ pub struct SlotConfig {
 struct CodeState {
     chunks: LazyArray<AtomicU64>,
     generation: LazyArray<AtomicU32>,
+    exact: ExactCode,
     /// Start value of this slot's generations. Another slot at the same gpa has another one, so that its code is never
     /// taken for this slot's.
     seed: u32,
@@ -81,6 +83,7 @@ impl Slot {
             code: Arc::new(CodeState {
                 chunks: LazyArray::new(pages)?,
                 generation: LazyArray::new(pages)?,
+                exact: ExactCode::default(),
                 // The multiplier is odd, so seeds are distinct; it is large, so they are far apart.
                 seed: serial.wrapping_mul(0x9e37_79b1),
                 changes: Arc::clone(changes),
@@ -315,6 +318,9 @@ impl Slot {
         let Some(chunks) = self.code.chunks.get(index) else {
             return 0;
         };
+        if self.is_exact(index) {
+            self.code.exact.track(index, offset, len);
+        }
         let old = chunks.load(Ordering::SeqCst);
         if old & mask == mask {
             return old;
@@ -326,6 +332,12 @@ impl Slot {
             self.mark_dirty(index);
         }
         old
+    }
+
+    /// Returns true if each byte of the page is tracked that is fetched as code under its present generation.
+    pub fn is_exact(&self, index: usize) -> bool {
+        let generation = self.code_generation_cell(index);
+        generation.is_some_and(|g| g.load(Ordering::SeqCst) >= exact_code::CHANGES)
     }
 
     /// Returns the generation of the page's code.
@@ -359,6 +371,7 @@ impl Slot {
         host::cpu::barrier();
         if let Some(chunks) = self.code.chunks.get(index)
             && chunks.load(Ordering::SeqCst) & chunk_mask(offset, len) != 0
+            && !(self.is_exact(index) && self.code.exact.spares(index, offset, len))
         {
             // The chunks are cleared before the generation changes: see `track_code`.
             chunks.store(0, Ordering::SeqCst);

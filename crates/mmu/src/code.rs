@@ -172,6 +172,10 @@ impl Mmu {
         }
         if is_current {
             self.compare_sum(e);
+            self.find_sum(e);
+            if e.sum.generation == self.generation_of(e) {
+                return;
+            }
         }
         // None of what was fetched is used any more.
         e.sum = Sum::default();
@@ -195,12 +199,22 @@ impl Mmu {
             return;
         };
         let generation = slot.code_generation(e.index);
-        if sum.generation == generation && sum_of(e.host, sum.chunks) != sum.sum {
+        let now = sum_of(e.host, sum.chunks);
+        if sum.generation == generation && now != sum.sum {
+            // Behind the sum: what is written after this shows in the next comparison.
+            if self.exact.is_same(e.id, generation, e.host) {
+                sum.sum = now;
+                let sum = *sum;
+                self.remembered += 1;
+                self.lists().for_each(|list| list.set_sum(e.id, sum));
+                return;
+            }
             slot.bump_code_generation(e.index);
             self.stats.code_changed_by_vmm += 1;
         }
         if sum.generation != slot.code_generation(e.index) {
             self.sums.remove(&e.id);
+            self.exact.forget(e.id);
         }
     }
 
@@ -225,6 +239,7 @@ impl Mmu {
             return Ok(0);
         };
         let generation = slot.code_generation(e.index);
+        let is_exact = slot.is_exact(e.index);
         let old = slot.track_code(e.index, offset, n as u64);
         let new = slot.code_chunks(e.index);
         if old != new {
@@ -234,7 +249,34 @@ impl Mmu {
             self.memory.ask_for_code(e.host);
         }
         e.host.read_bytes(offset, buf);
+        if is_exact {
+            let known = self.sums.get(&e.id);
+            let is_first = known.is_none_or(|sum| sum.generation != generation);
+            let generation = (generation, is_first);
+            self.exact.remember(e.id, generation, offset, buf);
+        }
         self.remember(&e, generation, offset, n as u64);
+        Ok(n)
+    }
+
+    /// As [`Self::code_bytes`], but tracks nothing.
+    ///
+    /// # Errors
+    /// [`Miss`].
+    pub fn peek_code(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+    ) -> Result<usize, Miss> {
+        self.code_page(cpu, gva)?;
+        let offset = gva % PAGE_SIZE;
+        let n = buf.len().min((PAGE_SIZE - offset) as usize);
+        let found = self.views[self.live].fetch.find(gva);
+        let (Some(e), Some(buf)) = (found, buf.get_mut(..n)) else {
+            return Ok(0);
+        };
+        e.host.read_bytes(offset, buf);
         Ok(n)
     }
 

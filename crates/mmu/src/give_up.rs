@@ -57,6 +57,7 @@ impl Mmu {
         self.seen_generation = table.generation();
         self.table = table;
         self.generations.clear();
+        self.exact.clear();
         self.flush_everything();
         self.forget_promised();
         // Contexts that are not current are flushed, too: all entries point into old slots.

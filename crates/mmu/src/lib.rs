@@ -50,6 +50,7 @@ mod bulk;
 mod catch_up;
 mod code;
 mod context;
+mod exact;
 mod families;
 mod fault;
 mod fetch;
@@ -272,6 +273,7 @@ pub struct Mmu {
     sums: HashMap<u64, fetch::Sum, hash::ByIdentity>,
     /// Numbers of times that each page was to be compared when fetched from next, for supervisors and for users.
     verification: [u64; 2],
+    exact: exact::Exact,
     /// Pages that supervisors and users have fetched from under the present `verification`.
     fetched: [fetched::Fetched; 2],
     /// Those of them that the guest can write by the address by which it executes them.
@@ -341,6 +343,7 @@ impl Mmu {
             global_pages: fetch::GlobalPages::default(),
             sums: HashMap::default(),
             verification: [0; 2],
+            exact: exact::Exact::default(),
             fetched: Default::default(),
             exposed: fetched::Fetched::default(),
             remembered: 1,

@@ -110,6 +110,16 @@ impl Ram<'_> {
         fault(self.0.code_bytes(cpu, gva, buf))
     }
 
+    /// Reads code bytes that need not be tracked.
+    pub fn peek_code(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+    ) -> Result<usize, Fault> {
+        fault(self.0.peek_code(cpu, gva, buf))
+    }
+
     /// See [`Mmu::translate`].
     pub fn translate(
         &mut self,

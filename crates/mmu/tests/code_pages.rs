@@ -416,3 +416,54 @@ fn another_slot_has_other_code() {
     assert_eq!(same, id);
     assert_ne!(other, generation);
 }
+
+/// A variable among instructions: its writes change nothing once the page's code has changed several times.
+#[test]
+fn data_among_code_is_told_from_code() {
+    let mut m = Machine::new();
+    let (mut other, mut other_cpu) = m.second();
+    other.sync(&other_cpu);
+    // Code at 0x2040 and 0x2050, and data between them.
+    let (code, data, more) = (0x2040, 0x204c, 0x2050);
+    for n in 0.. {
+        let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, code);
+        fetch(&mut m.mmu, &mut m.cpu, more);
+        write(&mut m, data - 4, n).unwrap();
+        if m.mmu.code_generation(id) == generation {
+            break;
+        }
+        assert!(n < 20, "never");
+    }
+    let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, code);
+    // Neither does what comparisons find.
+    for n in 0..20 {
+        write(&mut m, data - 4, n).unwrap();
+        m.mmu.recheck_code();
+        // SAFETY: inside the mapping; no other thread is here.
+        unsafe { m.ram.as_ptr().add(data as usize).write_volatile(n as u8) };
+        m.mmu.recheck_code();
+        assert_eq!(fetch(&mut m.mmu, &mut m.cpu, code).1, generation, "{n}");
+        m.mmu.flush(&m.cpu, Flush::All);
+        assert_eq!(fetch(&mut m.mmu, &mut m.cpu, more).1, generation, "{n}");
+    }
+    assert_eq!(m.mmu.stats().code_changed_by_vmm, 0);
+    // What another vCPU fetches is code for both.
+    let (_, _, bytes) = fetch(&mut other, &mut other_cpu, data - 4);
+    assert_eq!(bytes[..4], [19, 0, 0, 0]);
+    write(&mut m, data - 4, 5).unwrap();
+    assert_ne!(m.mmu.code_generation(id), generation);
+    // Each byte of code is code, written by the guest or by the VMM.
+    for at in (code..code + 8).chain(more..more + 8) {
+        let (_, generation, _) = fetch(&mut m.mmu, &mut m.cpu, code);
+        fetch(&mut m.mmu, &mut m.cpu, more);
+        m.mmu.write(&mut m.cpu, at, 1u8, Current).unwrap();
+        assert_ne!(m.mmu.code_generation(id), generation, "{at:x}");
+        let (_, generation, _) = fetch(&mut m.mmu, &mut m.cpu, code);
+        fetch(&mut m.mmu, &mut m.cpu, more);
+        // SAFETY: inside the mapping; no other thread is here.
+        unsafe { m.ram.as_ptr().add(at as usize).write_volatile(2) };
+        m.mmu.recheck_code();
+        fetch(&mut m.mmu, &mut m.cpu, code);
+        assert_ne!(m.mmu.code_generation(id), generation, "{at:x}");
+    }
+}

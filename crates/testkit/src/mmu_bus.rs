@@ -136,6 +136,9 @@ impl GuestBus for MmuBus {
     fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
         self.mmu.ram().code_bytes(cpu, gva, buf)
     }
+    fn peek_code(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
+        self.mmu.ram().peek_code(cpu, gva, buf)
+    }
     fn code_generation(&mut self, id: u64) -> u32 {
         self.mmu.code_generation(id)
     }

@@ -245,6 +245,10 @@ pub trait GuestBus {
     /// page, and tracks them as code: a later write to them changes the page's
     /// generation. Returns how many bytes there are before the page's end.
     fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault>;
+    /// As [`Self::code_bytes`], but need not track the bytes as code: for who does not know yet how many of them are.
+    fn peek_code(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
+        self.code_bytes(cpu, gva, buf)
+    }
     /// Returns the current generation of a page that [`Self::code_page`] returned.
     fn code_generation(&mut self, id: u64) -> u32;
     /// Returns a number that changes whenever any page's generation does. While it stays the same,

@@ -306,7 +306,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
         while self.insns.len() - start < MAX_INSNS && (at ^ linear) & !PAGE_MASK == 0 {
             let mut bytes = [0; MAX_LEN];
             let first = at == linear;
-            let have = match ex.bus.code_bytes(ex.cpu, at, &mut bytes) {
+            let have = match ex.bus.peek_code(ex.cpu, at, &mut bytes) {
                 Ok(n) => n.min(MAX_LEN),
                 Err(fault) if first => return Err(fault.into()),
                 Err(_) => break,
@@ -314,6 +314,8 @@ impl<B: GuestBus> DecodedBlocks<B> {
             let decoded = match decode_one(ex, bytes.get(..have).unwrap_or(&bytes)) {
                 Err(Incomplete::NeedsMore) if first => {
                     let next = next_page(linear);
+                    ex.bus
+                        .code_bytes(ex.cpu, at, bytes.get_mut(..have).unwrap_or(&mut []))?;
                     block.second = Some(ex.bus.code_page(ex.cpu, next)?);
                     let rest = bytes.get_mut(have..).unwrap_or(&mut []);
                     ex.bus.code_bytes(ex.cpu, next, rest)?;
@@ -327,6 +329,21 @@ impl<B: GuestBus> DecodedBlocks<B> {
                 Err(_) if first => return Err(Exception::GP0.into()),
                 Err(_) => break,
             };
+            if block.second.is_none() {
+                // The instruction's own bytes are tracked as code, and no others.
+                let len = usize::from(insn.len);
+                let mut tracked = [0; MAX_LEN];
+                let tracked = tracked.get_mut(..len).unwrap_or(&mut []);
+                match ex.bus.code_bytes(ex.cpu, at, tracked) {
+                    Ok(_) => {}
+                    Err(fault) if first => return Err(fault.into()),
+                    Err(_) => break,
+                }
+                if bytes.get(..len) != Some(tracked) {
+                    // Another vCPU has written it meanwhile.
+                    continue;
+                }
+            }
             at = at.wrapping_add(insn.len.into());
             block.bytes += u32::from(insn.len);
             self.insns.push(insn);

@@ -86,6 +86,10 @@ pub fn decode<B: GuestBus>(
     let mut bytes = [0; FETCHED + RAW];
     while decoder.fetch(&mut bytes) == Next::Fetch {}
     let straddles = decoder.straddles;
+    if !decoder.track() {
+        out.clear();
+        return false;
+    }
     end_whole(out);
     find_live(out, mode);
     straddles
@@ -119,6 +123,47 @@ struct BlockDecoder<'a, B> {
     straddles: bool,
 }
 
+/// Instructions that lie behind one another.
+struct Run {
+    /// Offset in the page.
+    start: usize,
+    len: usize,
+    bytes: [u8; FETCHED],
+}
+
+impl Run {
+    fn new(start: usize) -> Self {
+        Self {
+            start,
+            len: 0,
+            bytes: [0; FETCHED],
+        }
+    }
+
+    /// Adds an instruction's bytes, if it lies behind the others and there is room.
+    fn add(&mut self, offset: usize, bytes: &[u8]) -> bool {
+        let room = self.bytes.get_mut(self.len..self.len + bytes.len());
+        let Some(room) = room.filter(|_| offset == self.start + self.len) else {
+            return false;
+        };
+        room.copy_from_slice(bytes);
+        self.len += bytes.len();
+        true
+    }
+
+    /// Tracks the bytes as code, and returns true if they are still the same.
+    fn track<B: GuestBus>(&self, page: u64, cpu: &mut CpuState, bus: &mut B) -> bool {
+        let mut now = [0; FETCHED];
+        let now = &mut now[..self.len];
+        let at = page + self.start as u64;
+        self.len == 0
+            || bus
+                .code_bytes(cpu, at, now)
+                .is_ok_and(|have| have == self.len)
+                && *now == self.bytes[..self.len]
+    }
+}
+
 /// How decoding goes on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Next {
@@ -134,10 +179,9 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
     /// Fetches the bytes at the offset and decodes their instructions.
     fn fetch(&mut self, bytes: &mut [u8; FETCHED + RAW]) -> Next {
         let start = self.offset;
-        // Fetched bytes are tracked as code, so no more are fetched than may be needed.
         let room = (0x1000 - start as usize).min(FETCHED);
         let at = self.page + u64::from(start);
-        let Ok(have) = self.bus.code_bytes(self.cpu, at, &mut bytes[..room]) else {
+        let Ok(have) = self.bus.peek_code(self.cpu, at, &mut bytes[..room]) else {
             return Next::End;
         };
         let have = have.min(room);
@@ -169,6 +213,41 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
                 next => return next,
             }
         }
+    }
+
+    /// Tracks the instructions' bytes, and no others, as code. Returns false if they have changed since they were read.
+    fn track(&mut self) -> bool {
+        let mut run = Run::new(0);
+        // Iterations of a loop have the same instructions.
+        let mut seen = [0_u64; 64];
+        for d in self.out.iter() {
+            let offset = d.offset as usize;
+            let (word, bit) = (offset / 64 % 64, 1 << (offset % 64));
+            if seen[word] & bit != 0 {
+                continue;
+            }
+            seen[word] |= bit;
+            let room = 0x1000_usize.saturating_sub(offset);
+            if d.i.is_invalid() {
+                // The interpreter looks again at what is no instruction.
+                let mut bytes = [0; MAX_LEN];
+                let bytes = &mut bytes[..room.min(MAX_LEN)];
+                let at = self.page + offset as u64;
+                if self.bus.code_bytes(self.cpu, at, bytes).is_err() {
+                    return false;
+                }
+                continue;
+            }
+            let bytes = &d.raw[..d.i.len().min(room)];
+            if !run.add(offset, bytes) {
+                if !run.track(self.page, self.cpu, self.bus) {
+                    return false;
+                }
+                run = Run::new(offset);
+                run.add(offset, bytes);
+            }
+        }
+        run.track(self.page, self.cpu, self.bus)
     }
 
     /// Decodes the instruction that the end of the page cuts in two: `raw` has `have` of its bytes. `None`: the block

@@ -168,16 +168,20 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
         let mut bytes = [0; FETCHED + RAW];
         let room = (0x1000 - offset as usize).min(block::MAX_LEN);
         let gva = self.first_page.wrapping_add_signed(at.into());
-        let have = self
-            .bus
-            .code_bytes(self.cpu, gva, &mut bytes[..room])
-            .ok()?;
+        let have = self.bus.peek_code(self.cpu, gva, &mut bytes[..room]).ok()?;
         let options = gating::decoder_options(&self.cpu.features);
         let have = &bytes[..have.min(room)];
         let mut decoder = Decoder::with_ip(64, have, offset.into(), options);
         let mut i = Instruction::default();
         decoder.decode_out(&mut i);
         if decoder.last_error() != DecoderError::None {
+            return None;
+        }
+        // The instruction's own bytes are tracked as code, and no others.
+        let mut tracked = [0; block::MAX_LEN];
+        let tracked = &mut tracked[..i.len()];
+        let len = self.bus.code_bytes(self.cpu, gva, tracked).ok()?;
+        if len != i.len() || *tracked != bytes[..len] {
             return None;
         }
         let form = self.forms.learn(&i);

@@ -198,7 +198,7 @@ impl<B: JitBus> Jit<B> {
         };
         let mut bytes = [0; 15];
         let bits = if cpu.is_64bit() { 64 } else { 32 };
-        let n = bus.code_bytes(cpu, cpu.rip(), &mut bytes).unwrap_or(0);
+        let n = bus.peek_code(cpu, cpu.rip(), &mut bytes).unwrap_or(0);
         let have = bytes.get(..n).unwrap_or(&bytes);
         let i = Decoder::new(bits, have, DecoderOptions::NONE).decode();
         let events = outcome(events_of(&i), true) & streams.covered();

@@ -120,8 +120,14 @@ impl<B: JitBus> GivenUp<B> {
             entry.is_tried = true;
             let resets = interp.resets();
             let mut bytes = [0; 15];
-            let n = bus.code_bytes(cpu, code_at(cpu), &mut bytes).ok()?;
+            let n = bus.peek_code(cpu, code_at(cpu), &mut bytes).ok()?;
             let insn = interp.prepare(cpu, bytes.get(..n)?);
+            // The instruction's own bytes are tracked as code, and no others.
+            let len = insn.as_ref().map_or(0, |i| usize::from(i.len));
+            let mut tracked = [0; 15];
+            let tracked = tracked.get_mut(..len)?;
+            let n = bus.code_bytes(cpu, code_at(cpu), tracked).ok()?;
+            let insn = insn.filter(|_| n == len && bytes.get(..len) == Some(tracked));
             // If the interpreter was reset meanwhile, the instruction is about to be dropped with all others.
             entry.insn = insn.filter(|_| interp.resets() == resets);
             // Fetching may have compared the page with what was translated, and found a change.

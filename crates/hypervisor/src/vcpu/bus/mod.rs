@@ -342,6 +342,10 @@ impl GuestBus for Bus {
         let r = self.mmu.code_bytes(cpu, gva, buf);
         self.fetch_result(cpu, r)
     }
+    fn peek_code(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
+        let r = self.mmu.peek_code(cpu, gva, buf);
+        self.fetch_result(cpu, r)
+    }
     fn code_generation(&mut self, id: u64) -> u32 {
         self.mmu.code_generation(id)
     }

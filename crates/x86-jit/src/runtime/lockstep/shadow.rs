@@ -142,6 +142,9 @@ impl<B: JitBus> GuestBus for Shadow<B> {
     fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
         self.ram().code_bytes(cpu, gva, buf)
     }
+    fn peek_code(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
+        self.ram().peek_code(cpu, gva, buf)
+    }
     fn code_generation(&mut self, id: u64) -> u32 {
         self.bus().code_generation(id)
     }
