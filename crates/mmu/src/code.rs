@@ -229,15 +229,13 @@ impl Mmu {
         gva: u64,
         buf: &mut [u8],
     ) -> Result<usize, Miss> {
-        self.code_page(cpu, gva)?;
-        let offset = gva % PAGE_SIZE;
-        let n = buf.len().min((PAGE_SIZE - offset) as usize);
-        let Some(e) = self.views[self.live].fetch.find(gva).copied() else {
+        let Some((e, buf)) = self.fetched_from(cpu, gva, buf)? else {
             return Ok(0);
         };
-        let (Some(slot), Some(buf)) = (self.slot(e.slot), buf.get_mut(..n)) else {
+        let Some(slot) = self.slot(e.slot) else {
             return Ok(0);
         };
+        let (offset, n) = (gva % PAGE_SIZE, buf.len());
         let generation = slot.code_generation(e.index);
         let is_exact = slot.is_exact(e.index);
         let old = slot.track_code(e.index, offset, n as u64);
@@ -269,15 +267,25 @@ impl Mmu {
         gva: u64,
         buf: &mut [u8],
     ) -> Result<usize, Miss> {
-        self.code_page(cpu, gva)?;
-        let offset = gva % PAGE_SIZE;
-        let n = buf.len().min((PAGE_SIZE - offset) as usize);
-        let found = self.views[self.live].fetch.find(gva);
-        let (Some(e), Some(buf)) = (found, buf.get_mut(..n)) else {
+        let Some((e, buf)) = self.fetched_from(cpu, gva, buf)? else {
             return Ok(0);
         };
-        e.host.read_bytes(offset, buf);
-        Ok(n)
+        e.host.read_bytes(gva % PAGE_SIZE, buf);
+        Ok(buf.len())
+    }
+
+    /// Returns the page that code at `gva` is fetched from, and the part of `buf` that lies before the page's end.
+    #[inline(always)]
+    fn fetched_from<'a>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &'a mut [u8],
+    ) -> Result<Option<(FetchEntry, &'a mut [u8])>, Miss> {
+        self.code_page(cpu, gva)?;
+        let n = buf.len().min((PAGE_SIZE - gva % PAGE_SIZE) as usize);
+        let found = self.views[self.live].fetch.find(gva).copied();
+        Ok(found.zip(buf.get_mut(..n)))
     }
 
     fn remember(&mut self, e: &FetchEntry, generation: u32, offset: u64, len: u64) {

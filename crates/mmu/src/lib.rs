@@ -212,6 +212,7 @@ pub struct Mmu {
     near: usize,
     /// The last device pages read and written.
     devices: [DevicePage; 2],
+    /// Pages with code whose data translated code may write.
     mixed: mixed::Mixed,
 
     /// (context, view) tables; `live` and `system` are indices.
@@ -273,6 +274,7 @@ pub struct Mmu {
     sums: HashMap<u64, fetch::Sum, hash::ByIdentity>,
     /// Numbers of times that each page was to be compared when fetched from next, for supervisors and for users.
     verification: [u64; 2],
+    /// What was fetched from pages whose bytes are tracked one by one.
     exact: exact::Exact,
     /// Pages that supervisors and users have fetched from under the present `verification`.
     fetched: [fetched::Fetched; 2],

@@ -4,7 +4,10 @@ use std::mem::offset_of;
 
 use mmu::mixed::{CODE_CHUNK, MIXED_PAGES, MixedPage};
 
-use super::{branch_if_write, load_size};
+use super::{
+    branch_if_write, load_size,
+    reach::{SHR, bt},
+};
 use crate::{asm::*, frame::words::*};
 
 /// Answers a write (r14 and r13 as for `Trampolines::miss`) whose bytes are in one page: returns from the trampoline
@@ -35,11 +38,11 @@ pub(super) fn answer(a: &mut Asm) {
     a.load(RDX, FIELD(offset_of!(MixedPage, code)));
     a.lea(RAX, at(RAX, -1).plus(S0, 0));
     a.shift(true, SHR, RAX, CODE_CHUNK.trailing_zeros() as u8);
-    a.rr(true, &[0x0f, 0xa3], RAX, RDX); // bt
+    bt(a, RDX, RAX);
     let ends_in_code = a.jcc(cc::B);
     a.mov(RAX, S0);
     a.shift(true, SHR, RAX, CODE_CHUNK.trailing_zeros() as u8);
-    a.rr(true, &[0x0f, 0xa3], RAX, RDX); // bt
+    bt(a, RDX, RAX);
     let begins_in_code = a.jcc(cc::B);
     a.load(RAX, FIELD(offset_of!(MixedPage, host)));
     a.alu_imm(true, Alu::And, S0, 0xfff);
@@ -58,5 +61,3 @@ pub(super) fn answer(a: &mut Asm) {
         a.patch(from, here);
     }
 }
-
-const SHR: u8 = 5;

@@ -15,10 +15,10 @@ use mmu::{
     },
 };
 
+use super::branch_if_write;
 use crate::{
     asm::*,
     codegen::memory::{host_page, select_entry, selected, tag},
-    frame::requests::WRITES,
     frame::words::*,
 };
 
@@ -32,12 +32,12 @@ const fn key(n: usize, offset: usize) -> Mem {
     of_view(offset_of!(Reach, keys) + n * size_of::<L2Key>() + offset)
 }
 
-const SHR: u8 = 5;
+pub(super) const SHR: u8 = 5;
 const SHL: u8 = 4;
 
 /// Copies the bit of `word` that `n` says, modulo 64, to the carry flag. [`bts`] then sets the bit, and [`btr`] clears
 /// it.
-fn bt(a: &mut Asm, word: Reg, n: Reg) {
+pub(super) fn bt(a: &mut Asm, word: Reg, n: Reg) {
     a.rr(true, &[0x0f, 0xa3], n, word);
 }
 fn bts(a: &mut Asm, word: Reg, n: Reg) {
@@ -156,13 +156,6 @@ fn locate_large(a: &mut Asm, n: usize) {
     a.alu(true, Alu::Xor, RCX, key(n, offset_of!(L2Key, large)));
     a.alu_imm(false, Alu::And, RCX, MASK as i32);
     a.alu(true, Alu::Add, RCX, of_view(offset_of!(Reach, large)));
-}
-
-/// Branches if the access of a `site` is a write.
-fn branch_if_write(a: &mut Asm) -> usize {
-    a.rr(false, &[0xf7], 0, S1); // test r13d, …
-    a.bytes(&WRITES.to_le_bytes());
-    a.jcc(cc::NE)
 }
 
 /// Branches if the view may not read, or write, the page whose data is in rax. Changes rcx, as the next functions do.
