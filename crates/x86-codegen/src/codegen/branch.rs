@@ -15,6 +15,7 @@ use crate::{
     ir::branch::{is_one_way, popped, target},
     ir::decoded::Decoded,
     ir::lowering::Lowering,
+    ir::mode::Mode,
 };
 
 impl Translator {
@@ -40,7 +41,7 @@ impl Translator {
         self.state
             .tally
             .mark_taken(self.stubs.len(), d, self.state.position);
-        if (0..0x1000).contains(&t) {
+        if self.input.mode.is_near(d.offset, t) {
             let site = self.link(from, t as u32, live, false);
             site.comes_from(d.offset);
             site.turn = d.turn;
@@ -58,7 +59,7 @@ impl Translator {
     /// Emits a jump to a known target. `offset` is the instruction at which to leave if the target is in another page
     /// that is not known yet.
     pub(super) fn direct(&mut self, offset: u32, t: i64) {
-        if (0..0x1000).contains(&t) {
+        if self.input.mode.is_near(offset, t) {
             let from = self.asm.jmp();
             if self.goes_on_hoisted(from, t) {
                 return;
@@ -127,7 +128,9 @@ impl Translator {
                 None => {
                     let from = third;
                     self.stubs.push(Stub::CrossPageMiss { from, number });
-                    a.rm(self.input.long, &[0x8d], S1, at(S1, page)); // lea
+                    // The page in which CS begins does so before instruction pointer 0.
+                    let is_wide = self.input.long || self.input.mode.has(Mode::SEGMENTED);
+                    a.rm(is_wide, &[0x8d], S1, at(S1, page)); // lea
                     a.store(SHORT_PAGE, S1);
                 }
             }
@@ -284,7 +287,7 @@ impl Translator {
     pub(super) fn call(&mut self, d: &Decoded) -> Emit {
         let t = target(&d.i);
         let far = i32::try_from(t).map_err(|_| Unsupported)?;
-        let is_near = (0..0x1000).contains(&t);
+        let is_near = self.input.mode.is_near(d.offset, t);
         // Flags can stay in RFLAGS if the call probes nothing, as then nothing else changes them before the target.
         if !is_near || d.member.is_none_or(|m| m.first) {
             self.flags_in_memory();

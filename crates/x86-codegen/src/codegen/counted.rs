@@ -12,7 +12,7 @@ const MOV: u8 = 3;
 impl Translator {
     pub(super) fn counted(&mut self, d: &Decoded) -> Emit {
         let t = target(&d.i);
-        if !(0..0x1000).contains(&t) {
+        if !self.input.mode.is_near(d.offset, t) {
             // A target outside the page may be beyond CS's limit, and the counter may not change before that is known.
             return Err(Unsupported);
         }

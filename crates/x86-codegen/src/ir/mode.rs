@@ -47,8 +47,12 @@ impl Mode {
     /// The operating system has enabled SSE. Those from before SSE, and some of its time, do not.
     pub const SSE: Self = Self(0x4_0000);
 
+    /// With [`Self::SEGMENTED`], which is never translated with [`Self::COUNTS`]: the lowest of the four bits, and of
+    /// four more, that say where CS begins in its page.
+    const BEGIN: [u32; 2] = [Self::STREAMS, 19];
+
     /// Number of mode bits.
-    pub const WIDTH: u32 = 19;
+    pub const WIDTH: u32 = 23;
 
     /// Returns true if all of these bits are set.
     pub const fn has(self, bits: Self) -> bool {
@@ -105,6 +109,26 @@ impl Mode {
         } else {
             None
         }
+    }
+    /// Returns the bits for a CS that begins at that offset in its page, a multiple of 16.
+    pub const fn beginning(offset: u32) -> Self {
+        let [low, high] = Self::BEGIN;
+        Self((offset >> 4 & 0xf) << low | (offset >> 8 & 0xf) << high)
+    }
+    /// Returns the offset at which CS begins in its page. No code of CS is before it in that page; other pages have code
+    /// there, too.
+    pub(crate) const fn begin(self) -> u32 {
+        if !self.has(Self::SEGMENTED) {
+            return 0;
+        }
+        let [low, high] = Self::BEGIN;
+        (self.0 >> low & 0xf) << 4 | (self.0 >> high & 0xf) << 8
+    }
+    /// Returns true if a branch from `offset` to `target` stays in its page, in whichever page of CS it is.
+    pub(crate) const fn is_near(self, offset: u32, target: i64) -> bool {
+        let begin = self.begin();
+        let first = if offset < begin { 0 } else { begin as i64 };
+        first <= target && target < 0x1000
     }
     /// Returns the bits as a number of [`Self::WIDTH`] bits.
     pub const fn number(self) -> u64 {

@@ -1,7 +1,8 @@
 //! Where code is: linear addresses from the instruction pointer, and what the code segment's limit allows.
 //!
 //! A page of code begins at the instruction pointer `page_of`, which is no multiple of the page's size if CS's base is
-//! none. Code is translated where CS has all of a page, so that no branch within the page can reach the limit.
+//! none, and below zero for the page in which CS begins. Code is translated where CS has a page to its end, so that no
+//! branch within the page can reach the limit. `Mode::is_near` knows the branches to before CS's begin.
 
 use x86_cpu::{CodeSize, CpuState};
 use x86_defs::reg;
@@ -38,11 +39,13 @@ pub fn page_of(cpu: &CpuState) -> u64 {
     cpu.rip().wrapping_sub(code_at(cpu) % PAGE)
 }
 
-/// Returns true if CS has all of RIP's page, and `behind` pages more. The page in which CS begins is interpreted:
-/// firmware has variables beside its code there, so code there would be translated again and again.
+/// Returns true if CS has RIP's page to its end, and `behind` pages more. CS may begin in the page, at a multiple of 16
+/// (see [`crate::ir::mode::Mode::beginning`]).
 pub fn has_pages(cpu: &CpuState, behind: u64) -> bool {
-    let last = page_of(cpu).checked_add((1 + behind) * PAGE - 1);
-    cpu.is_64bit() || last.is_some_and(|last| last <= last_of(cpu))
+    let first = page_of(cpu);
+    let last = first.wrapping_add((1 + behind) * PAGE - 1);
+    let begins = first > cpu.rip();
+    cpu.is_64bit() || last <= last_of(cpu) && !(begins && !cpu.seg[reg::CS].base.is_multiple_of(16))
 }
 
 /// Returns true if a near branch of any size whose computed target is `to` leads there. The interpreter executes other

@@ -289,7 +289,8 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
             unroll(self.out, next);
             return Next::End;
         }
-        if kind == Lowering::Jmp && target < 0x1000 && self.jumps_left > 0 && !self.straddles {
+        let stays = self.mode.is_near(self.offset, target as i64);
+        if kind == Lowering::Jmp && stays && self.jumps_left > 0 && !self.straddles {
             self.jumps_left -= 1;
             if let Some(d) = self.out.last_mut() {
                 d.follow();

@@ -341,7 +341,7 @@ impl<B: JitBus> Jit<B> {
         site.is_taken = true;
         let site = *site;
         let page = cpu.engine.page;
-        cpu.set_rip(page + u64::from(site.target));
+        cpu.set_rip(page.wrapping_add(site.target.into()));
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
         let split = site.split;
@@ -402,7 +402,7 @@ impl<B: JitBus> Jit<B> {
         if falls {
             cpu.set_rip(target);
         } else {
-            cpu.set_rip(page + u64::from(site.offset));
+            cpu.set_rip(page.wrapping_add(site.offset.into()));
             self.take_back(cpu, bus);
         }
         false
@@ -455,10 +455,13 @@ impl<B: JitBus> Jit<B> {
                 number: at,
                 page: place,
             } if due || site.to == 0 => {
-                let from = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
+                let is_segmented = self.session.mode.has(Mode::SEGMENTED);
+                let from = rip.wrapping_sub(i64::from(site.target) as u64);
+                // The page in which CS begins does so before instruction pointer 0.
+                let from = if is_segmented { from } else { from & mask };
                 // A branch around the end of 16-bit addresses goes by the target table.
                 let beyond = i64::from(site.target & !0xfff) as u64;
-                if self.session.mode.has(Mode::SEGMENTED) && from.wrapping_add(beyond) != page {
+                if is_segmented && from.wrapping_add(beyond) != page {
                     return;
                 }
                 if let Some(place) = place {

@@ -73,6 +73,7 @@ pub(crate) fn mode_of(cpu: &CpuState) -> Mode {
         if !has_types(cpu) {
             mode |= Mode::REAL;
         }
+        mode |= Mode::beginning((cpu.seg[reg::CS].base & 0xff0) as u32);
     }
     mode
 }
