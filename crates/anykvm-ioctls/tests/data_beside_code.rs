@@ -167,6 +167,88 @@ fn among_instructions_translates_nothing_anew() {
     assert_eq!((regs.rax, regs.rsi), (TURNS.into(), TURNS.into()));
     let blocks = stats_fd::counter(&vcpu, "jit_blocks");
     assert!(blocks < 1000, "{blocks}");
+    let slow = stats_fd::counter(&vcpu, "jit_interpreted_slow");
+    assert!(slow < u64::from(TURNS) / 100, "{slow} of {TURNS}");
+}
+
+/// Writes of each size around a function of three bytes, all of it or some of it or none.
+#[test]
+fn a_write_that_has_a_byte_of_code_changes_it() {
+    const TURNS: u8 = 40;
+    /// MOV AL, 0; RET.
+    const FUNCTION: [u8; 3] = [0xb0, 0, 0xc3];
+    const PLACE: usize = 20;
+    /// What is written lies here, in another page; the function's number changes before each write.
+    const SOURCE: u64 = 0x6000;
+    const TARGET: u64 = CODE + 0xf40;
+    /// Sizes, and where they begin.
+    fn writes() -> impl Iterator<Item = (usize, usize)> {
+        let sizes = [1, 2, 4, 8, 16].into_iter();
+        sizes.flat_map(|size| (PLACE - size - 1..=PLACE + 4).map(move |at| (size, at)))
+    }
+    let mut memory = [0_u8; 48];
+    memory[PLACE..][..3].copy_from_slice(&FUNCTION);
+    let machine = Machine::new();
+    machine.write(SOURCE, &memory);
+    machine.load(CODE, |a| {
+        let mut again = a.create_label();
+        a.mov(esi, SOURCE as u32)?;
+        a.mov(edi, TARGET as u32)?;
+        a.lea(rdx, qword_ptr(rdi + PLACE))?;
+        a.mov(ecx, u32::from(TURNS))?;
+        a.movups(xmm0, xmmword_ptr(rsi + 16))?;
+        a.movups(xmmword_ptr(rdi + 16), xmm0)?;
+        a.set_label(&mut again)?;
+        for (size, at) in writes() {
+            a.inc(byte_ptr(rsi + PLACE + 1))?;
+            match size {
+                1 => {
+                    a.mov(al, byte_ptr(rsi + at))?;
+                    a.mov(byte_ptr(rdi + at), al)?;
+                }
+                2 => {
+                    a.mov(ax, word_ptr(rsi + at))?;
+                    a.mov(word_ptr(rdi + at), ax)?;
+                }
+                4 => {
+                    a.mov(eax, dword_ptr(rsi + at))?;
+                    a.mov(dword_ptr(rdi + at), eax)?;
+                }
+                8 => {
+                    a.mov(rax, qword_ptr(rsi + at))?;
+                    a.mov(qword_ptr(rdi + at), rax)?;
+                }
+                _ => {
+                    a.movups(xmm0, xmmword_ptr(rsi + at))?;
+                    a.movups(xmmword_ptr(rdi + at), xmm0)?;
+                }
+            }
+            a.xor(eax, eax)?;
+            a.call(rdx)?;
+            a.imul_3(rbx, rbx, 31)?;
+            a.add(rbx, rax)?;
+        }
+        a.dec(ecx)?;
+        a.jne(again)?;
+        a.hlt()
+    });
+    let mut want = 0_u64;
+    let (mut number, mut written) = (0_u8, 0_u8);
+    for _ in 0..TURNS {
+        for (size, at) in writes() {
+            number = number.wrapping_add(1);
+            if (at..at + size).contains(&(PLACE + 1)) {
+                written = number;
+            }
+            want = want.wrapping_mul(31).wrapping_add(written.into());
+        }
+    }
+    let mut vcpu = machine.vcpu(0, CODE);
+    let mut sregs = vcpu.get_sregs().unwrap();
+    // OSFXSR.
+    sregs.cr4 |= 1 << 9;
+    vcpu.set_sregs(&sregs).unwrap();
+    assert_eq!(run(&mut vcpu), want);
 }
 
 /// One vCPU writes functions into a page, and data beside them; the other one executes each function that it is told of.

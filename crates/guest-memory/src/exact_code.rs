@@ -13,25 +13,36 @@ use std::{
 pub(crate) const CHANGES: u32 = 8;
 
 /// A bit for each byte of a page.
-type Bytes = [u64; 64];
+pub type ByteMap = [u64; 64];
 
 /// The bytes of a slot's pages that were fetched as code.
 #[derive(Debug, Default)]
-pub(crate) struct ExactCode(Mutex<HashMap<usize, Box<Bytes>>>);
+pub(crate) struct ExactCode(Mutex<HashMap<usize, Box<ByteMap>>>);
 
 impl ExactCode {
-    fn pages(&self) -> MutexGuard<'_, HashMap<usize, Box<Bytes>>> {
+    fn pages(&self) -> MutexGuard<'_, HashMap<usize, Box<ByteMap>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tracks bytes of a page. Call this *before* reading them.
+    /// Tracks bytes of a page. Returns true if any of them was not tracked. Call this *before* reading them.
     #[cold]
-    pub(crate) fn track(&self, index: usize, offset: u64, len: u64) {
+    pub(crate) fn track(&self, index: usize, offset: u64, len: u64) -> bool {
         let mut pages = self.pages();
         let bytes = pages.entry(index).or_insert_with(|| Box::new([0; 64]));
+        let mut is_new = false;
         for (word, bits) in words(offset, len) {
+            is_new |= !bytes[word] & bits != 0;
             bytes[word] |= bits;
         }
+        is_new
+    }
+
+    /// Takes the bytes away from `map` that were not fetched.
+    #[cold]
+    pub(crate) fn narrow(&self, index: usize, map: &mut ByteMap) {
+        let pages = self.pages();
+        let bytes = pages.get(&index).map_or(&[0; 64], |bytes| &**bytes);
+        map.iter_mut().zip(bytes).for_each(|(word, b)| *word &= b);
     }
 
     /// Returns true if the page's bytes are tracked and none of these was fetched. If one was, nothing of the page is
@@ -50,7 +61,7 @@ impl ExactCode {
     }
 }
 
-/// Yields the words of [`Bytes`] that a range touches, with the bits of the range, cut at the page's end.
+/// Yields the words of a [`ByteMap`] that a range touches, with the bits of the range, cut at the page's end.
 pub fn words(offset: u64, len: u64) -> impl Iterator<Item = (usize, u64)> {
     let (first, end) = (offset.min(4096), offset.saturating_add(len).min(4096));
     let words = match first < end {
@@ -100,8 +111,11 @@ mod tests {
     fn only_bytes_that_were_fetched_are_code() {
         let code = ExactCode::default();
         assert!(!code.spares(3, 0, 8));
-        code.track(3, 60, 8);
-        assert!(code.spares(3, 0, 60) && code.spares(3, 68, 100));
+        assert!(code.track(3, 60, 8) && code.track(3, 61, 8) && !code.track(3, 60, 9));
+        let mut map = [u64::MAX; 64];
+        code.narrow(3, &mut map);
+        assert_eq!((map[0], map[1], map[2]), (0xf << 60, 0x1f, 0));
+        assert!(code.spares(3, 0, 60) && code.spares(3, 69, 100));
         assert!(!code.spares(4, 0, 8));
         assert!(!code.spares(3, 67, 1));
         assert!(!code.spares(3, 0, 1), "forgotten");

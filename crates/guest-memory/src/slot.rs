@@ -14,7 +14,7 @@ use x86_defs::paging::{PAGE_SHIFT, PAGE_SIZE};
 use crate::{
     DirtyRings, HostPage, Writer, Writers,
     dirty::Dirty,
-    exact_code::{self, ExactCode},
+    exact_code::{self, ByteMap, ExactCode},
     host_pages::{Gate, HostPages},
     writers::Mailbox,
 };
@@ -307,23 +307,31 @@ impl Slot {
             .map_or(0, |c| c.load(Ordering::SeqCst))
     }
 
-    /// Marks `len` bytes from `offset` as fetched as code, and returns the page's chunks as they were before. Call this
-    /// *before* reading the bytes.
+    /// Returns the bytes of the page that count as code: those that were fetched if the bytes are tracked one by one, and
+    /// else all of the chunks.
+    pub fn code_map(&self, index: usize) -> ByteMap {
+        let chunks = self.code_chunks(index);
+        let mut map = core::array::from_fn(|n| (chunks >> n & 1) * u64::MAX);
+        if self.is_exact(index) {
+            self.code.exact.narrow(index, &mut map);
+        }
+        map
+    }
+
+    /// Marks `len` bytes from `offset` as fetched as code. Returns true if any of them did not count as code before. Call
+    /// this *before* reading the bytes.
     ///
     /// The caller must have read the page's generation before this call. A writer clears the chunks first and changes
     /// the generation afterwards, so if a mark is lost, the caller's generation is out of date.
     #[inline]
-    pub fn track_code(&self, index: usize, offset: u64, len: u64) -> u64 {
+    pub fn track_code(&self, index: usize, offset: u64, len: u64) -> bool {
         let mask = chunk_mask(offset, len);
         let Some(chunks) = self.code.chunks.get(index) else {
-            return 0;
+            return false;
         };
-        if self.is_exact(index) {
-            self.code.exact.track(index, offset, len);
-        }
-        let old = chunks.load(Ordering::SeqCst);
-        if old & mask == mask {
-            return old;
+        let is_new = self.is_exact(index) && self.code.exact.track(index, offset, len);
+        if chunks.load(Ordering::SeqCst) & mask == mask {
+            return is_new;
         }
         let old = chunks.fetch_or(mask, Ordering::SeqCst);
         if old == 0 {
@@ -331,7 +339,7 @@ impl Slot {
             // here.
             self.mark_dirty(index);
         }
-        old
+        true
     }
 
     /// Returns true if each byte of the page is tracked that is fetched as code under its present generation.

@@ -100,8 +100,7 @@ impl Mmu {
         };
         // From here on our own writes to the page are noticed. Those before may
         // have hit code that another vCPU has fetched.
-        let written = self.drop_write_tags(entry.place(), host);
-        self.bump_chunks(entry.place(), written);
+        self.drop_write_tags(entry.place(), host);
         self.compare_sum(&entry);
         if walk.global {
             self.global_fetch.add(gva, walk.level);
@@ -232,18 +231,16 @@ impl Mmu {
         let Some((e, buf)) = self.fetched_from(cpu, gva, buf)? else {
             return Ok(0);
         };
+        let (offset, n) = (gva % PAGE_SIZE, buf.len());
+        if !self.is_spared(e.place(), offset, n as u64) {
+            self.drop_write_tags(e.place(), e.host);
+        }
         let Some(slot) = self.slot(e.slot) else {
             return Ok(0);
         };
-        let (offset, n) = (gva % PAGE_SIZE, buf.len());
         let generation = slot.code_generation(e.index);
         let is_exact = slot.is_exact(e.index);
-        let old = slot.track_code(e.index, offset, n as u64);
-        let new = slot.code_chunks(e.index);
-        if old != new {
-            if self.drop_write_tags(e.place(), e.host) & old != 0 {
-                self.bump(e.place());
-            }
+        if slot.track_code(e.index, offset, n as u64) {
             self.memory.ask_for_code(e.host);
         }
         e.host.read_bytes(offset, buf);

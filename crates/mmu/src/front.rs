@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicU32;
 
+use guest_memory::exact_code::ByteMap;
 use x86_cpu::{Access, CpuState, Exception, Privilege, Word};
 
 use crate::{
@@ -118,6 +119,12 @@ impl<'a> Front<'a> {
     /// The mixed pages.
     pub fn mixed_pages(&self) -> &[MixedPage; MIXED_PAGES] {
         self.0.mixed.entries()
+    }
+
+    /// Returns the bytes of the page at `gva` that translated code must not write, if it may write the others.
+    pub fn code_at(&self, gva: u64) -> Option<&ByteMap> {
+        let tables = self.0.live_tables().base();
+        self.0.mixed.code_at(gva, tables)
     }
 }
 

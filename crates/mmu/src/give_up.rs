@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use guest_memory::{HostPage, SlotTable, table::ADDRESS_SPACES};
+use guest_memory::{HostPage, SlotTable, exact_code::ByteMap, table::ADDRESS_SPACES};
 use x86_cpu::CpuState;
 
 use crate::{
     Mmu,
     fetched::Fetched,
     l1::Half,
+    mixed::is_subset,
     written::{Pages, SlotPage, Tags},
 };
 
@@ -130,8 +131,8 @@ impl Mmu {
         // The pages that were written unnoticed may have code that another vCPU has fetched before.
         host::cpu::barrier();
         for at in pages.iter().flat_map(|p| p.places()) {
-            let spared = self.mixed.take(at).unwrap_or(0);
-            self.bump_chunks(at, !spared);
+            let spared = self.mixed.take(at);
+            self.bump_unless_spared(at, spared.as_ref());
         }
         pages.clear();
         self.given_up = pages;
@@ -163,17 +164,17 @@ impl Mmu {
         self.table.slots(at.space).get(at.slot)?.page(at.index)
     }
 
-    /// Makes this vCPU's writes to the page take the slow way. Returns the chunks of the page that the vCPU may have
-    /// written unnoticed since the last call.
-    pub(crate) fn drop_write_tags(&mut self, at: SlotPage, host: HostPage) -> u64 {
+    /// Makes this vCPU's writes to the page take the slow way. Code counts as changed that the vCPU may have written
+    /// unnoticed since the last call.
+    pub(crate) fn drop_write_tags(&mut self, at: SlotPage, host: HostPage) {
         let Some(tags) = self.written.take(at) else {
-            return 0;
+            return;
         };
-        if let Some(spared) = self.mixed.take(at) {
-            return !spared;
+        let spared = self.mixed.take(at);
+        if spared.is_none() {
+            self.drop_tags(tags, host);
         }
-        self.drop_tags(tags, host);
-        u64::MAX
+        self.bump_unless_spared(at, spared.as_ref());
     }
 
     fn drop_tags(&mut self, tags: Tags, host: HostPage) {
@@ -200,17 +201,17 @@ impl Mmu {
         }
     }
 
-    pub(crate) fn bump(&self, at: SlotPage) {
-        if let Some(slot) = self.table.slots(at.space).get(at.slot) {
-            slot.bump_code_generation(at.index);
-        }
-    }
-
-    /// Notes that code that was fetched from the page is out of date, if any was fetched from these chunks.
-    pub(crate) fn bump_chunks(&self, at: SlotPage, chunks: u64) {
-        if let Some(slot) = self.table.slots(at.space).get(at.slot)
-            && slot.code_chunks(at.index) & chunks != 0
-        {
+    /// Notes that code that was fetched from the page is out of date, unless this vCPU could write none of it unnoticed:
+    /// `spared` are the bytes that it could not.
+    pub(crate) fn bump_unless_spared(&self, at: SlotPage, spared: Option<&ByteMap>) {
+        let Some(slot) = self.table.slots(at.space).get(at.slot) else {
+            return;
+        };
+        let is_changed = match spared {
+            Some(spared) => !is_subset(&slot.code_map(at.index), spared),
+            None => slot.code_chunks(at.index) != 0,
+        };
+        if is_changed {
             slot.bump_code_generation(at.index);
         }
     }
@@ -220,7 +221,7 @@ impl Mmu {
         let mut pages = Vec::new();
         self.written.take_all(|_, _| true, &mut pages);
         for at in pages.into_iter().flat_map(Pages::places) {
-            self.bump_chunks(at, u64::MAX);
+            self.bump_unless_spared(at, None);
         }
         self.mixed.clear();
     }

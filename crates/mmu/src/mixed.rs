@@ -2,12 +2,16 @@
 //! lay themselves out so, and a JIT does while it fills a page.
 //!
 //! A page with code has no write tag. Translated code may write its data all the same, by a [`MixedPage`], which says which
-//! chunks of 64 bytes are code. The vCPU counts as a writer of the page ([`crate::written`]) while the page is here. So a
-//! vCPU that fetches another chunk asks this one to give the page up, and this one may have written that chunk
-//! unnoticed: what is fetched then counts as changed.
+//! bytes are code. The vCPU counts as a writer of the page ([`crate::written`]) while the page is here. So a vCPU that
+//! fetches other bytes asks this one to give the page up, and this one may have written those bytes unnoticed: what is
+//! fetched then counts as changed.
 
-use guest_memory::HostPage;
-pub use guest_memory::slot::CODE_CHUNK;
+use std::sync::Arc;
+
+use guest_memory::{
+    HostPage,
+    exact_code::{ByteMap, words},
+};
 use x86_cpu::Privilege;
 
 use crate::{Mmu, written::SlotPage};
@@ -25,7 +29,7 @@ pub struct MixedPage {
     pub tables: u64,
     /// Host address of the page.
     pub host: u64,
-    /// The chunks that are code, one bit each.
+    /// Address of the [`ByteMap`] of the bytes that are code. Eight bytes may be read from each byte of the map.
     pub code: u64,
 }
 
@@ -46,6 +50,9 @@ const _: () = assert!(size_of::<MixedPage>() == 1 << MixedPage::SHIFT);
 #[derive(Debug)]
 pub(crate) struct Mixed {
     entries: [MixedPage; MIXED_PAGES],
+    /// The bytes of each page that are code. Empty before the first page is added. Then one map more than there are entries:
+    /// a read of eight bytes that begins in the last entry's map ends there.
+    maps: Vec<ByteMap>,
     /// Which page each entry is of.
     places: [Option<SlotPage>; MIXED_PAGES],
     /// Number of entries that are of a page.
@@ -56,6 +63,7 @@ impl Default for Mixed {
     fn default() -> Self {
         Self {
             entries: [MixedPage::NONE; MIXED_PAGES],
+            maps: Vec::new(),
             places: [None; MIXED_PAGES],
             count: 0,
         }
@@ -81,15 +89,42 @@ impl Mixed {
         *self = Self::default();
     }
 
-    /// Removes a page. Returns the chunks that were not to be written, if the page was here.
-    pub(crate) fn take(&mut self, at: SlotPage) -> Option<u64> {
+    fn set(&mut self, n: usize, at: SlotPage, page: MixedPage, code: ByteMap) {
+        self.maps.resize(MIXED_PAGES + 1, [0; 64]);
+        self.maps[n] = code;
+        self.count += usize::from(self.places[n].is_none());
+        self.places[n] = Some(at);
+        let code = self.maps[n].as_ptr() as u64;
+        self.entries[n] = MixedPage { code, ..page };
+    }
+
+    fn find(&self, at: SlotPage) -> Option<usize> {
         if self.count == 0 {
             return None;
         }
-        let n = self.places.iter().position(|place| *place == Some(at))?;
+        self.places.iter().position(|place| *place == Some(at))
+    }
+
+    /// Returns the bytes of a page that are not to be written, if the page is here.
+    fn code(&self, at: SlotPage) -> Option<&ByteMap> {
+        self.maps.get(self.find(at)?)
+    }
+
+    /// Returns the bytes that are not to be written of the page at `gva`, if the others may be written with these tables.
+    pub(crate) fn code_at(&self, gva: u64, tables: u64) -> Option<&ByteMap> {
+        let n = Self::index(gva);
+        let entry = &self.entries[n];
+        let is_here = entry.page == gva & !0xfff && entry.tables == tables;
+        self.maps.get(n).filter(|_| is_here)
+    }
+
+    /// Removes a page. Returns the bytes that were not to be written, if the page was here.
+    pub(crate) fn take(&mut self, at: SlotPage) -> Option<ByteMap> {
+        let n = self.find(at)?;
         self.places[n] = None;
         self.count -= 1;
-        Some(core::mem::replace(&mut self.entries[n], MixedPage::NONE).code)
+        self.entries[n] = MixedPage::NONE;
+        self.maps.get(n).copied()
     }
 
     fn index(gva: u64) -> usize {
@@ -107,47 +142,52 @@ impl Mmu {
         host: HostPage,
         who: Privilege,
     ) {
+        let table = Arc::clone(&self.table);
+        let Some(slot) = table.slots(at.space).get(at.slot) else {
+            return;
+        };
         let n = Mixed::index(gva);
-        let entry = self.mixed.entries[n];
-        let is_known = self.mixed.places[n] == Some(at) && entry.code == self.code_chunks(at);
-        if !is_known {
+        let mut code = slot.code_map(at.index);
+        if self.mixed.places[n] != Some(at) || self.mixed.maps.get(n) != Some(&code) {
             self.leave_mixed(at);
             if let Some(other) = self.mixed.places[n] {
                 self.leave_mixed(other);
             }
             // `false`: there are tags that the vCPU was asked to give up, and has not yet.
-            if self.written.add(&self.table, &self.mailbox, at, gva) != Some(true) {
+            if self.written.add(&table, &self.mailbox, at, gva) != Some(true) {
                 return;
             }
-            self.mixed.places[n] = Some(at);
-            self.mixed.count += 1;
+            // Behind `add`: who makes more of the page code finds this vCPU.
+            code = slot.code_map(at.index);
         }
-        // Behind `add`: who makes more of the page code finds this vCPU.
-        self.mixed.entries[n] = MixedPage {
+        let page = MixedPage {
             page: gva & !0xfff,
             tables: self.l1_address(who),
             host: host.hva(),
-            code: if is_known {
-                entry.code
-            } else {
-                self.code_chunks(at)
-            },
+            code: 0,
         };
-        if let Some(slot) = self.table.slots(at.space).get(at.slot) {
-            slot.mark_dirty(at.index);
-        }
-    }
-
-    fn code_chunks(&self, at: SlotPage) -> u64 {
-        let slot = self.table.slots(at.space).get(at.slot);
-        slot.map_or(0, |slot| slot.code_chunks(at.index))
+        self.mixed.set(n, at, page, code);
+        slot.mark_dirty(at.index);
     }
 
     /// Makes a page no mixed page any more.
     fn leave_mixed(&mut self, at: SlotPage) {
         if let Some(code) = self.mixed.take(at) {
             self.written.take(at);
-            self.bump_chunks(at, !code);
+            self.bump_unless_spared(at, Some(&code));
         }
     }
+
+    /// Returns true if this vCPU cannot write these bytes of a page unnoticed.
+    pub(crate) fn is_spared(&self, at: SlotPage, offset: u64, len: u64) -> bool {
+        !self.written.may_write(at)
+            || self.mixed.code(at).is_some_and(|code| {
+                words(offset, len).all(|(word, bits)| code[word] & bits == bits)
+            })
+    }
+}
+
+/// Returns true if `other` has all bytes of `map`.
+pub(crate) fn is_subset(map: &ByteMap, other: &ByteMap) -> bool {
+    map.iter().zip(other).all(|(a, b)| a & !b == 0)
 }

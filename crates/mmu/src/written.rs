@@ -142,6 +142,12 @@ impl Written {
         })
     }
 
+    /// Returns true if the page is here.
+    pub(crate) fn may_write(&self, at: SlotPage) -> bool {
+        self.writer(at.space, at.slot)
+            .is_some_and(|w| w.may_write(at.index))
+    }
+
     /// Returns where the tags of a page may be, if it has any.
     pub(crate) fn tags(&self, at: SlotPage) -> Tags {
         let slot = self.slots.get(at.space).and_then(|s| s.get(at.slot));

@@ -105,11 +105,10 @@ fn another_vcpus_writes_are_seen_when_it_synchronises() {
 
 /// The chunks of the page of `gva` that translated code must not write, if it may write the others.
 fn spared(m: &mut Machine, gva: u64) -> Option<u64> {
-    let tables = m.mmu.live_tables().base();
-    let front = m.mmu.front();
-    let mut mixed = front.mixed_pages().iter();
-    let found = mixed.find(|e| e.page == gva & !0xfff && e.tables == tables);
-    found.map(|e| e.code)
+    let chunks = *m.mmu.front().code_at(gva)?;
+    assert!(chunks.iter().all(|c| [0, u64::MAX].contains(c)));
+    let bits = chunks.iter().enumerate();
+    Some(bits.map(|(n, c)| (c & 1) << n).sum())
 }
 
 #[test]
@@ -435,6 +434,9 @@ fn data_among_code_is_told_from_code() {
         assert!(n < 20, "never");
     }
     let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, code);
+    // Translated code writes it without a note, and no byte of code.
+    let map = *m.mmu.front().code_at(code).unwrap();
+    assert_eq!((map[0], map[1]), (0, 0xff << 16 | 0xff));
     // Neither does what comparisons find.
     for n in 0..20 {
         write(&mut m, data - 4, n).unwrap();
@@ -447,10 +449,24 @@ fn data_among_code_is_told_from_code() {
         assert_eq!(fetch(&mut m.mmu, &mut m.cpu, more).1, generation, "{n}");
     }
     assert_eq!(m.mmu.stats().code_changed_by_vmm, 0);
-    // What another vCPU fetches is code for both.
-    let (_, _, bytes) = fetch(&mut other, &mut other_cpu, data - 4);
-    assert_eq!(bytes[..4], [19, 0, 0, 0]);
+    // What another vCPU fetches is code for both, and counts as changed as this one could write it.
     write(&mut m, data - 4, 5).unwrap();
+    let (_, _, bytes) = fetch(&mut other, &mut other_cpu, data - 4);
+    assert_eq!(bytes[..4], [5, 0, 0, 0]);
+    assert!(m.mmu.needs_sync());
+    assert!(m.mmu.front().code_at(code).is_some());
+    m.mmu.sync(&m.cpu);
+    assert_eq!(m.mmu.front().code_at(code), None);
+    let changed = m.mmu.code_generation(id);
+    assert_ne!(changed, generation);
+    // It fetches the same before it gives the page up: its own writes count at once.
+    fetch(&mut m.mmu, &mut m.cpu, code);
+    write(&mut m, 0x2100, 5).unwrap();
+    fetch(&mut other, &mut other_cpu, 0x2060);
+    assert!(m.mmu.needs_sync() && m.mmu.front().code_at(code).is_some());
+    let (_, generation, _) = fetch(&mut m.mmu, &mut m.cpu, 0x2060);
+    assert_eq!(m.mmu.front().code_at(code), None);
+    write(&mut m, 0x2060, 5).unwrap();
     assert_ne!(m.mmu.code_generation(id), generation);
     // Each byte of code is code, written by the guest or by the VMM.
     for at in (code..code + 8).chain(more..more + 8) {

@@ -2,13 +2,16 @@
 
 use std::mem::offset_of;
 
-use mmu::mixed::{CODE_CHUNK, MIXED_PAGES, MixedPage};
+use mmu::mixed::{MIXED_PAGES, MixedPage};
 
 use super::{
     branch_if_write, load_size,
-    reach::{SHR, bt},
+    reach::{SHL, SHR},
 };
 use crate::{asm::*, frame::words::*};
+
+/// Largest size in bytes of a write that is answered: with up to seven bits before its own, its bits are in eight bytes.
+const MAX_SIZE: i32 = 32;
 
 /// Answers a write (r14 and r13 as for `Trampolines::miss`) whose bytes are in one page: returns from the trampoline
 /// with the host address in r14, and "above" in the flags. Goes on behind it, with all registers but rax and rcx as they
@@ -30,34 +33,34 @@ pub(super) fn answer(a: &mut Asm) {
     let is_other = a.jcc(cc::NE);
     a.alu(true, Alu::Cmp, TLB, FIELD(offset_of!(MixedPage, tables)));
     let is_others = a.jcc(cc::NE);
-    // With the size of a chunk or less, there are no chunks between the first and the last one.
     load_size(a);
-    a.alu_imm(false, Alu::Cmp, RAX, CODE_CHUNK as i32);
+    a.alu_imm(false, Alu::Cmp, RAX, MAX_SIZE);
     let is_long = a.jcc(cc::A);
     push(a, RDX);
-    a.load(RDX, FIELD(offset_of!(MixedPage, code)));
-    a.lea(RAX, at(RAX, -1).plus(S0, 0));
-    a.shift(true, SHR, RAX, CODE_CHUNK.trailing_zeros() as u8);
-    bt(a, RDX, RAX);
-    let ends_in_code = a.jcc(cc::B);
-    a.mov(RAX, S0);
-    a.shift(true, SHR, RAX, CODE_CHUNK.trailing_zeros() as u8);
-    bt(a, RDX, RAX);
-    let begins_in_code = a.jcc(cc::B);
+    a.mov32(RDX, S0);
+    a.alu_imm(false, Alu::And, RDX, 0xfff);
+    a.shift(false, SHR, RDX, 3);
+    a.alu(true, Alu::Add, RDX, FIELD(offset_of!(MixedPage, code)));
+    a.load(RDX, at(RDX, 0));
+    push(a, RCX);
+    a.mov32(RCX, S0);
+    a.alu_imm(false, Alu::And, RCX, 7);
+    a.rr(true, &[0xd3], SHR, RDX);
+    a.mov32(RCX, RAX);
+    a.rr(false, &[0xf7], 3, RCX); // neg, which is 64 less the size for a shift
+    a.rr(true, &[0xd3], SHL, RDX);
+    pop(a, RCX);
+    pop(a, RDX);
+    let is_code = a.jcc(cc::NE);
     a.load(RAX, FIELD(offset_of!(MixedPage, host)));
     a.alu_imm(true, Alu::And, S0, 0xfff);
-    pop(a, RDX);
     pop(a, RCX);
     // No address is 0: the flags say "above".
     a.alu_rr(true, Alu::Add, S0, RAX);
     pop(a, RAX);
     a.ret();
     let here = a.here();
-    a.patch(ends_in_code, here);
-    a.patch(begins_in_code, here);
-    pop(a, RDX);
-    let here = a.here();
-    for from in [is_read, is_other, is_others, is_long] {
+    for from in [is_read, is_other, is_others, is_long, is_code] {
         a.patch(from, here);
     }
 }

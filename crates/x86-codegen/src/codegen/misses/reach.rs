@@ -33,11 +33,11 @@ const fn key(n: usize, offset: usize) -> Mem {
 }
 
 pub(super) const SHR: u8 = 5;
-const SHL: u8 = 4;
+pub(super) const SHL: u8 = 4;
 
 /// Copies the bit of `word` that `n` says, modulo 64, to the carry flag. [`bts`] then sets the bit, and [`btr`] clears
 /// it.
-pub(super) fn bt(a: &mut Asm, word: Reg, n: Reg) {
+fn bt(a: &mut Asm, word: Reg, n: Reg) {
     a.rr(true, &[0x0f, 0xa3], n, word);
 }
 fn bts(a: &mut Asm, word: Reg, n: Reg) {
