@@ -251,7 +251,7 @@ fn a_write_that_has_a_byte_of_code_changes_it() {
     assert_eq!(run(&mut vcpu), want);
 }
 
-/// One vCPU writes functions into a page, and data beside them; the other one executes each function that it is told of.
+/// One vCPU writes functions into a page, and data beside and among them; the other one executes each function that it is told of.
 #[test]
 fn another_vcpu_executes_what_was_written() {
     const PAGE: u64 = 0x7000;
@@ -279,6 +279,7 @@ fn another_vcpu_executes_what_was_written() {
         a.mov(dword_ptr(WRITTEN), ecx)?;
         a.set_label(&mut wait)?;
         a.inc(dword_ptr(PAGE + 0xff0))?;
+        a.inc(word_ptr(rdi + 7))?;
         a.cmp(dword_ptr(EXECUTED), ecx)?;
         a.jne(wait)?;
         a.inc(ecx)?;
