@@ -8,7 +8,6 @@ const ISA: Isa = Isa {
     bmi1: true,
     bmi2: true,
     avx: true,
-    xinuse: true,
 };
 
 /// Returns the one instruction that `f` emits.
