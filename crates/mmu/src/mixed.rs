@@ -50,8 +50,8 @@ const _: () = assert!(size_of::<MixedPage>() == 1 << MixedPage::SHIFT);
 #[derive(Debug)]
 pub(crate) struct Mixed {
     entries: [MixedPage; MIXED_PAGES],
-    /// The bytes of each page that are code. Empty before the first page is added. Then one map more than there are entries:
-    /// a read of eight bytes that begins in the last entry's map ends there.
+    /// The bytes of each page that are code. There are no maps before the first page is added, and one more than entries
+    /// from then on: a read of eight bytes that begins in the last entry's map ends in it.
     maps: Vec<ByteMap>,
     /// Which page each entry is of.
     places: [Option<SlotPage>; MIXED_PAGES],
@@ -89,6 +89,7 @@ impl Mixed {
         *self = Self::default();
     }
 
+    /// Has entry `n` be of the page `at`, whose bytes `code` are code.
     fn set(&mut self, n: usize, at: SlotPage, page: MixedPage, code: ByteMap) {
         self.maps.resize(MIXED_PAGES + 1, [0; 64]);
         self.maps[n] = code;
@@ -98,6 +99,7 @@ impl Mixed {
         self.entries[n] = MixedPage { code, ..page };
     }
 
+    /// Returns which entry is of a page.
     fn find(&self, at: SlotPage) -> Option<usize> {
         if self.count == 0 {
             return None;

@@ -78,8 +78,7 @@ pub(crate) fn keep_vectors(a: &mut Asm, store: bool) {
     }
 }
 
-/// Stores whether any upper half of a YMM register is not zero. Changes rax and vector registers. (XGETBV, which says
-/// that nearly, takes longer.)
+/// Stores whether any upper half of a YMM register is not zero. Changes rax and the vector registers.
 fn note_uppers(a: &mut Asm) {
     for step in [8, 4, 2, 1] {
         for n in 0..step {
