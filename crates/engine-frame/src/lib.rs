@@ -69,8 +69,7 @@ pub struct EngineFrame {
     stop: u64,
     /// Not 0 if per-site entries have missed often.
     pub site_entries_missed: u64,
-    /// Not 0 if any upper half of [`Self::vectors`] is not zero.
-    uppers: u64,
+    uppers_in_use: u64,
     owed: u64,
     anchors: [u64; EngineFrame::ANCHORS],
     rest: u64,
@@ -217,7 +216,7 @@ impl EngineFrame {
     /// it pushes.
     pub const BOUNCED: usize = offset_of!(Self, bounced);
     /// Not 0 if the upper halves of these are among what is stored.
-    pub const UPPERS: usize = offset_of!(Self, uppers);
+    pub const UPPERS_IN_USE: usize = offset_of!(Self, uppers_in_use);
     /// In a hoisted loop, what was left of the countdown beyond the fast iterations.
     pub const OWED: usize = offset_of!(Self, owed);
     /// In a hoisted loop, the anchors.

@@ -8,6 +8,7 @@ const ISA: Isa = Isa {
     bmi1: true,
     bmi2: true,
     avx: true,
+    xinuse: true,
 };
 
 /// Returns the one instruction that `f` emits.

@@ -41,61 +41,49 @@ pub(crate) fn save_fp(a: &mut Asm) {
 
 /// Returns the state components of XSAVE that the guest uses.
 const fn state(avx: bool) -> u64 {
-    if avx { 3 | YMM_HI } else { 3 }
+    if avx { 3 | UPPERS } else { 3 }
 }
 
 /// The state component with the upper halves of YMM registers.
-const YMM_HI: u64 = 1 << 2;
+const UPPERS: u64 = 1 << 2;
 
 /// Stores the vector registers before a call into Rust, or loads them after it, if they have guest state. Changes rax,
-/// and the vector registers if it stores them.
+/// rcx and rdx.
 ///
-/// Upper halves that are all zero are not loaded: once they are written, even with zeroes, processors treat each SSE
+/// Upper halves that are not in use are left alone: once they are written, even with zeroes, processors treat each SSE
 /// instruction as one that depends on what its destination was.
 pub(crate) fn keep_vectors(a: &mut Asm, store: bool) {
-    let avx = a.isa().avx;
+    let Isa { avx, xinuse, .. } = a.isa();
     a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
     let idle = a.jcc(cc::E);
     let mut done = None;
-    if avx && !store {
-        a.alu_mem_imm8(false, Alu::Cmp, gs(UPPERS), 0);
-        let have_uppers = a.jcc(cc::NE);
-        // Rust code may have left something there.
-        zero_uppers(a);
+    if avx && xinuse {
+        if store {
+            a.mov_imm(RCX, 1);
+            a.bytes(&[0x0f, 0x01, 0xd0]); // xgetbv
+            a.alu_imm(false, Alu::And, RAX, UPPERS as i32);
+            a.store(gs(UPPERS_IN_USE), RAX);
+        } else {
+            a.alu_mem_imm8(false, Alu::Cmp, gs(UPPERS_IN_USE), 0);
+        }
+        let in_use = a.jcc(cc::NE);
+        if !store {
+            // Rust code may have left something there.
+            zero_uppers(a);
+        }
         (0..16).for_each(|n| vector(a, n, store, false));
         done = Some(a.jmp());
         let here = a.here();
-        a.patch(have_uppers, here);
+        a.patch(in_use, here);
     }
     (0..16).for_each(|n| vector(a, n, store, avx));
-    if avx && store {
-        note_uppers(a);
+    if store && avx {
         zero_uppers(a);
     }
     let here = a.here();
     for from in done.into_iter().chain([idle]) {
         a.patch(from, here);
     }
-}
-
-/// Stores whether any upper half of a YMM register is not zero. Changes rax and the vector registers.
-fn note_uppers(a: &mut Asm) {
-    for step in [8, 4, 2, 1] {
-        for n in 0..step {
-            // vorps ymm n, ymm n + step, ymm n
-            a.bytes(&[
-                0xc5,
-                0x84 | (!(n + step) & 15) << 3,
-                0x56,
-                0xc0 | n << 3 | n,
-            ]);
-        }
-    }
-    a.bytes(&[0xc4, 0xe3, 0x7d, 0x19, 0xc1, 1]); // vextractf128 xmm1, ymm0, 1
-    a.bytes(&[0xc4, 0xe2, 0x79, 0x17, 0xc9]); // vptest xmm1, xmm1
-    a.rr(false, &[0x0f, 0x95], 0, RAX); // setne
-    a.rr(false, &[0x0f, 0xb6], RAX, RAX); // movzx
-    a.store(gs(UPPERS), RAX);
 }
 
 /// `vzeroupper`
@@ -118,7 +106,7 @@ pub(crate) fn load_fp(a: &mut Asm) {
         a.bytes(&[0xc4, 0xe2, 0x7d, 0x17, 0xc0]); // vptest ymm0, ymm0
         zero_uppers(a);
         a.rr(false, &[0x0f, 0x95], 0, RAX); // setne
-        a.shift(false, 4, RAX, YMM_HI.trailing_zeros() as u8);
+        a.shift(false, 4, RAX, UPPERS.trailing_zeros() as u8);
         a.alu_imm(false, Alu::Or, RAX, state(false) as i32);
         a.store(gs(FP_AREA + 512), RAX);
     } else {

@@ -127,7 +127,7 @@ pub(crate) const CREDIT_LEFT: usize = offset_of!(CpuState, engine.credit_left);
 pub(crate) const RELUCTANCES: usize = frame(EngineFrame::RELUCTANCES_AT);
 pub(crate) const RELUCTANCES_LEN: usize = EngineFrame::RELUCTANCES;
 pub(crate) const RANDOM: usize = frame(EngineFrame::RANDOM);
-pub(crate) const UPPERS: usize = frame(EngineFrame::UPPERS);
+pub(crate) const UPPERS_IN_USE: usize = frame(EngineFrame::UPPERS_IN_USE);
 pub(crate) const GATHERED: usize = frame(EngineFrame::GATHERED);
 pub(crate) const BOUNCED: usize = frame(EngineFrame::BOUNCED);
 

@@ -58,6 +58,7 @@ fn host(is_new: bool) -> (Isa, HostFeatures) {
         bmi1: is_new,
         bmi2: is_new,
         avx: is_new,
+        xinuse: is_new,
     };
     (isa, features)
 }
