@@ -216,7 +216,7 @@ fn an_overflow_interrupts_after_exactly_so_many_events() {
                 let [rip, turn] = ends[n - 1];
                 let what = (vendor, others, event, n);
                 assert_eq!([at, times, turns], [rip, 1, turn], "{what:x?}");
-                assert_eq!(msr(&vcpu, vendor.status()), 1);
+                assert_eq!(msr(&vcpu, vendor.status()), 1, "{what:x?}");
             }
         }
     }

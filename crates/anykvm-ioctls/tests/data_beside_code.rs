@@ -12,6 +12,8 @@ use anykvm_ioctls::{VcpuExit, VcpuFd};
 use iced_x86::code_asm::*;
 use long_mode::Machine;
 
+/// CR4.OSFXSR.
+const OSFXSR: u64 = 1 << 9;
 const CODE: u64 = 0x1000;
 /// In the same page.
 const DATA: u64 = CODE + 0xe00;
@@ -52,10 +54,7 @@ fn is_written_by_translated_code() {
         a.hlt()
     });
     let mut vcpu = machine.vcpu(0, CODE);
-    let mut sregs = vcpu.get_sregs().unwrap();
-    // OSFXSR.
-    sregs.cr4 |= 1 << 9;
-    vcpu.set_sregs(&sregs).unwrap();
+    long_mode::set_cr4(&vcpu, OSFXSR);
     run(&mut vcpu);
     let slow = stats_fd::counter(&vcpu, "jit_interpreted_slow");
     assert!(slow < u64::from(TURNS) / 100, "{slow} of {TURNS}");
@@ -244,14 +243,12 @@ fn a_write_that_has_a_byte_of_code_changes_it() {
         }
     }
     let mut vcpu = machine.vcpu(0, CODE);
-    let mut sregs = vcpu.get_sregs().unwrap();
-    // OSFXSR.
-    sregs.cr4 |= 1 << 9;
-    vcpu.set_sregs(&sregs).unwrap();
+    long_mode::set_cr4(&vcpu, OSFXSR);
     assert_eq!(run(&mut vcpu), want);
 }
 
-/// One vCPU writes functions into a page, and data beside and among them; the other one executes each function that it is told of.
+/// One vCPU writes functions into a page, and data beside and among them; the other one executes each function that it is
+/// told of.
 #[test]
 fn another_vcpu_executes_what_was_written() {
     const PAGE: u64 = 0x7000;

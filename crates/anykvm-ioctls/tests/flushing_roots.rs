@@ -154,9 +154,8 @@ fn machine(roots: u64) -> Machine {
 
 fn vcpu(m: &Machine, id: u64) -> VcpuFd {
     let vcpu = m.vcpu(id, CODE);
-    let mut sregs = vcpu.get_sregs().unwrap();
-    sregs.cr4 |= 1 << 7;
-    vcpu.set_sregs(&sregs).unwrap();
+    // PGE.
+    long_mode::set_cr4(&vcpu, 1 << 7);
     vcpu
 }
 

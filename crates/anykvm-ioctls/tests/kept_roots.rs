@@ -123,9 +123,8 @@ fn vcpu(m: &Machine, id: u64) -> VcpuFd {
     m.handle_page_faults(&vcpu, [GDT, IDT], FAULT);
     put(m, IDT + 13 * 16, FAULT | 8 << 16 | 0x8e << 40);
     put(m, IDT + 13 * 16 + 8, 0);
-    let mut sregs = vcpu.get_sregs().unwrap();
-    sregs.cr4 |= 1 << 7;
-    vcpu.set_sregs(&sregs).unwrap();
+    // PGE.
+    long_mode::set_cr4(&vcpu, 1 << 7);
     vcpu
 }
 

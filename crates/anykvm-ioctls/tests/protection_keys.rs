@@ -7,7 +7,7 @@ mod long_mode;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
 use iced_x86::code_asm::*;
-use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry, kvm_xcrs, kvm_xsave};
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry, kvm_xsave};
 use long_mode::{Machine, PML4};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -80,12 +80,7 @@ fn with_keys(vcpu: &VcpuFd) {
     sregs.cr4 |= CR4_PKE | CR4_OSXSAVE;
     sregs.cr0 |= CR0_WP;
     vcpu.set_sregs(&sregs).unwrap();
-    let mut xcrs = kvm_xcrs {
-        nr_xcrs: 1,
-        ..Default::default()
-    };
-    xcrs.xcrs[0].value = 0x203;
-    vcpu.set_xcrs(&xcrs).unwrap();
+    long_mode::set_xcr0(vcpu, 0x203);
 }
 
 /// RAX after the code at `rip`.

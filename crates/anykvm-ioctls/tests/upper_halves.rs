@@ -7,7 +7,6 @@ mod stats_fd;
 
 use anykvm_ioctls::VcpuExit;
 use iced_x86::code_asm::*;
-use kvm_bindings::kvm_xcrs;
 use long_mode::Machine;
 
 const TURNS: u32 = 500;
@@ -63,16 +62,9 @@ fn survive_alone() {
     let halves: [u8; 256] = core::array::from_fn(|n| n as u8 ^ 0x5a);
     machine.write(LOWER, &halves);
     let mut vcpu = machine.vcpu(0, CODE);
-    let mut sregs = vcpu.get_sregs().unwrap();
     // OSFXSR, OSXSAVE.
-    sregs.cr4 |= 1 << 9 | 1 << 18;
-    vcpu.set_sregs(&sregs).unwrap();
-    let mut xcrs = kvm_xcrs {
-        nr_xcrs: 1,
-        ..Default::default()
-    };
-    xcrs.xcrs[0].value = 7;
-    vcpu.set_xcrs(&xcrs).unwrap();
+    long_mode::set_cr4(&vcpu, 1 << 9 | 1 << 18);
+    long_mode::set_xcr0(&vcpu, 7);
     assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
     let interpreted = stats_fd::counter(&vcpu, "jit_interpreted");
     assert!(

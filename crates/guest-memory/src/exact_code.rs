@@ -8,12 +8,11 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
+use crate::byte_map::ByteMap;
+
 /// Number of times that a page's code has changed before its bytes are tracked. Pages of data that were code once reach
 /// it rarely.
 pub(crate) const CHANGES: u32 = 8;
-
-/// A bit for each byte of a page.
-pub type ByteMap = [u64; 64];
 
 /// The bytes of a slot's pages that were fetched as code.
 #[derive(Debug, Default)]
@@ -28,21 +27,17 @@ impl ExactCode {
     #[cold]
     pub(crate) fn track(&self, index: usize, offset: u64, len: u64) -> bool {
         let mut pages = self.pages();
-        let bytes = pages.entry(index).or_insert_with(|| Box::new([0; 64]));
-        let mut is_new = false;
-        for (word, bits) in words(offset, len) {
-            is_new |= !bytes[word] & bits != 0;
-            bytes[word] |= bits;
-        }
-        is_new
+        let page = pages.entry(index);
+        let bytes = page.or_insert_with(|| Box::new(ByteMap::EMPTY));
+        bytes.insert(offset, len)
     }
 
     /// Takes the bytes away from `map` that were not fetched.
     #[cold]
     pub(crate) fn narrow(&self, index: usize, map: &mut ByteMap) {
         let pages = self.pages();
-        let bytes = pages.get(&index).map_or(&[0; 64], |bytes| &**bytes);
-        map.iter_mut().zip(bytes).for_each(|(word, b)| *word &= b);
+        let bytes = pages.get(&index);
+        map.intersect(bytes.map_or(&ByteMap::EMPTY, |bytes| bytes));
     }
 
     /// Returns true if the page's bytes are tracked and none of these was fetched. If one was, nothing of the page is
@@ -53,7 +48,7 @@ impl ExactCode {
         let Some(bytes) = pages.get(&index) else {
             return false;
         };
-        let spares = words(offset, len).all(|(word, bits)| bytes[word] & bits == 0);
+        let spares = !bytes.has_any(offset, len);
         if !spares {
             pages.remove(&index);
         }
@@ -61,60 +56,18 @@ impl ExactCode {
     }
 }
 
-/// Yields the words of a [`ByteMap`] that a range touches, with the bits of the range, cut at the page's end.
-pub fn words(offset: u64, len: u64) -> impl Iterator<Item = (usize, u64)> {
-    let (first, end) = (offset.min(4096), offset.saturating_add(len).min(4096));
-    let words = match first < end {
-        true => first / 64..end.div_ceil(64),
-        false => 0..0,
-    };
-    words.map(move |word| {
-        let from = first.max(word * 64) - word * 64;
-        let to = end.min(word * 64 + 64) - word * 64;
-        (word as usize, u64::MAX >> (64 - (to - from)) << from)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn words_have_each_byte_of_the_range() {
-        for (offset, len) in [
-            (0, 1),
-            (0, 64),
-            (0, 4096),
-            (63, 2),
-            (100, 200),
-            (4095, 9),
-            (64, 64),
-        ] {
-            let mut bits = [0_u64; 64];
-            for (word, b) in words(offset, len) {
-                assert_ne!(b, 0);
-                bits[word] |= b;
-            }
-            for byte in 0..4096 {
-                let is_set = bits[byte as usize / 64] >> (byte % 64) & 1 != 0;
-                assert_eq!(
-                    is_set,
-                    (offset..offset + len).contains(&byte),
-                    "{offset} {len} {byte}"
-                );
-            }
-        }
-        assert_eq!(words(5, 0).count(), 0);
-    }
 
     #[test]
     fn only_bytes_that_were_fetched_are_code() {
         let code = ExactCode::default();
         assert!(!code.spares(3, 0, 8));
         assert!(code.track(3, 60, 8) && code.track(3, 61, 8) && !code.track(3, 60, 9));
-        let mut map = [u64::MAX; 64];
+        let mut map = ByteMap::of_chunks(u64::MAX);
         code.narrow(3, &mut map);
-        assert_eq!((map[0], map[1], map[2]), (0xf << 60, 0x1f, 0));
+        assert_eq!(map.words()[..3], [0xf << 60, 0x1f, 0]);
         assert!(code.spares(3, 0, 60) && code.spares(3, 69, 100));
         assert!(!code.spares(4, 0, 8));
         assert!(!code.spares(3, 67, 1));

@@ -14,9 +14,10 @@
 //! API (an ioctl, or an `unsafe fn` of a Rust API), not here. The VMM announces a change of that memory before it makes
 //! it ([`GuestMemory::begin_host_change`]); an access to a page that vanished unannounced faults on the host.
 
+pub mod byte_map;
 mod dirty;
 pub mod dirty_ring;
-pub mod exact_code;
+mod exact_code;
 mod host_pages;
 pub mod memory;
 pub mod page;

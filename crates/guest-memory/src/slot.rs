@@ -13,8 +13,9 @@ use x86_defs::paging::{PAGE_SHIFT, PAGE_SIZE};
 
 use crate::{
     DirtyRings, HostPage, Writer, Writers,
+    byte_map::ByteMap,
     dirty::Dirty,
-    exact_code::{self, ByteMap, ExactCode},
+    exact_code::{self, ExactCode},
     host_pages::{Gate, HostPages},
     writers::Mailbox,
 };
@@ -310,8 +311,7 @@ impl Slot {
     /// Returns the bytes of the page that count as code: those that were fetched if the bytes are tracked one by one, and
     /// else all of the chunks.
     pub fn code_map(&self, index: usize) -> ByteMap {
-        let chunks = self.code_chunks(index);
-        let mut map = core::array::from_fn(|n| (chunks >> n & 1) * u64::MAX);
+        let mut map = ByteMap::of_chunks(self.code_chunks(index));
         if self.is_exact(index) {
             self.code.exact.narrow(index, &mut map);
         }

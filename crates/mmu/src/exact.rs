@@ -1,11 +1,11 @@
-//! The bytes that this vCPU has fetched from pages whose bytes are tracked one by one ([`guest_memory::exact_code`]).
+//! The bytes that this vCPU has fetched from pages whose bytes are tracked one by one (`guest_memory::exact_code`).
 //!
 //! The checksums of such a page ([`crate::sum`]) change with the data beside the code. These bytes say then whether the
 //! code has changed.
 
 use std::collections::HashMap;
 
-use guest_memory::{HostPage, exact_code::words};
+use guest_memory::{HostPage, byte_map::ByteMap};
 
 use crate::hash::ByIdentity;
 
@@ -18,8 +18,8 @@ struct Page {
     /// The generation under which it was fetched.
     generation: u32,
     bytes: [u8; 4096],
-    /// The bytes that were fetched, one bit each.
-    fetched: [u64; 64],
+    /// The bytes that were fetched.
+    fetched: ByteMap,
 }
 
 /// What was fetched, by the pages' identities.
@@ -40,7 +40,7 @@ impl Exact {
             let page = Page {
                 generation,
                 bytes: [0; 4096],
-                fetched: [0; 64],
+                fetched: ByteMap::EMPTY,
             };
             self.0.insert(id, Box::new(page));
         }
@@ -51,9 +51,7 @@ impl Exact {
         let to = page.bytes.get_mut(offset as usize..);
         if let Some(to) = to.and_then(|to| to.get_mut(..bytes.len())) {
             to.copy_from_slice(bytes);
-            for (word, bits) in words(offset, bytes.len() as u64) {
-                page.fetched[word] |= bits;
-            }
+            page.fetched.insert(offset, bytes.len() as u64);
         }
     }
 
@@ -80,9 +78,11 @@ impl Exact {
             return false;
         }
         let chunks = now.chunks(64).zip(page.bytes.chunks(64));
-        chunks.zip(page.fetched).all(|((now, then), fetched)| {
-            let mut bytes = now.iter().zip(then).enumerate();
-            now == then || bytes.all(|(n, (now, then))| fetched >> n & 1 == 0 || now == then)
-        })
+        chunks
+            .zip(page.fetched.words())
+            .all(|((now, then), fetched)| {
+                let mut bytes = now.iter().zip(then).enumerate();
+                now == then || bytes.all(|(n, (now, then))| fetched >> n & 1 == 0 || now == then)
+            })
     }
 }

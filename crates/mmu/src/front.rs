@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicU32;
 
-use guest_memory::exact_code::ByteMap;
+use guest_memory::byte_map::ByteMap;
 use x86_cpu::{Access, CpuState, Exception, Privilege, Word};
 
 use crate::{

@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use guest_memory::{HostPage, SlotTable, exact_code::ByteMap, table::ADDRESS_SPACES};
+use guest_memory::{HostPage, SlotTable, byte_map::ByteMap, table::ADDRESS_SPACES};
 use x86_cpu::CpuState;
 
 use crate::{
     Mmu,
     fetched::Fetched,
     l1::Half,
-    mixed::is_subset,
     written::{Pages, SlotPage, Tags},
 };
 
@@ -208,7 +207,7 @@ impl Mmu {
             return;
         };
         let is_changed = match spared {
-            Some(spared) => !is_subset(&slot.code_map(at.index), spared),
+            Some(spared) => !slot.code_map(at.index).is_subset(spared),
             None => slot.code_chunks(at.index) != 0,
         };
         if is_changed {

@@ -8,10 +8,7 @@
 
 use std::sync::Arc;
 
-use guest_memory::{
-    HostPage,
-    exact_code::{ByteMap, words},
-};
+use guest_memory::{HostPage, byte_map::ByteMap};
 use x86_cpu::Privilege;
 
 use crate::{Mmu, written::SlotPage};
@@ -91,11 +88,11 @@ impl Mixed {
 
     /// Has entry `n` be of the page `at`, whose bytes `code` are code.
     fn set(&mut self, n: usize, at: SlotPage, page: MixedPage, code: ByteMap) {
-        self.maps.resize(MIXED_PAGES + 1, [0; 64]);
+        self.maps.resize(MIXED_PAGES + 1, ByteMap::EMPTY);
         self.maps[n] = code;
         self.count += usize::from(self.places[n].is_none());
         self.places[n] = Some(at);
-        let code = self.maps[n].as_ptr() as u64;
+        let code = (&raw const self.maps[n]) as u64;
         self.entries[n] = MixedPage { code, ..page };
     }
 
@@ -183,13 +180,9 @@ impl Mmu {
     /// Returns true if this vCPU cannot write these bytes of a page unnoticed.
     pub(crate) fn is_spared(&self, at: SlotPage, offset: u64, len: u64) -> bool {
         !self.written.may_write(at)
-            || self.mixed.code(at).is_some_and(|code| {
-                words(offset, len).all(|(word, bits)| code[word] & bits == bits)
-            })
+            || self
+                .mixed
+                .code(at)
+                .is_some_and(|code| code.has_all(offset, len))
     }
-}
-
-/// Returns true if `other` has all bytes of `map`.
-pub(crate) fn is_subset(map: &ByteMap, other: &ByteMap) -> bool {
-    map.iter().zip(other).all(|(a, b)| a & !b == 0)
 }

@@ -105,7 +105,7 @@ fn another_vcpus_writes_are_seen_when_it_synchronises() {
 
 /// The chunks of the page of `gva` that translated code must not write, if it may write the others.
 fn spared(m: &mut Machine, gva: u64) -> Option<u64> {
-    let chunks = *m.mmu.front().code_at(gva)?;
+    let chunks = *m.mmu.front().code_at(gva)?.words();
     assert!(chunks.iter().all(|c| [0, u64::MAX].contains(c)));
     let bits = chunks.iter().enumerate();
     Some(bits.map(|(n, c)| (c & 1) << n).sum())
@@ -435,7 +435,7 @@ fn data_among_code_is_told_from_code() {
     }
     let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, code);
     // Translated code writes it without a note, and no byte of code.
-    let map = *m.mmu.front().code_at(code).unwrap();
+    let map = *m.mmu.front().code_at(code).unwrap().words();
     assert_eq!((map[0], map[1]), (0, 0xff << 16 | 0xff));
     // Neither does what comparisons find.
     for n in 0..20 {

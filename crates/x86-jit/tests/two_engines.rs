@@ -414,6 +414,8 @@ fn small_divisions() {
         a.mov(eax, 0xfff8)?;
         a.mov(ecx, 3)?;
         a.idiv(cl)?;
+        // A division leaves the flags undefined, and processors differ.
+        a.test(eax, eax)?;
         Ok(())
     });
     // -8 / 3 is -2, and -2 is left.

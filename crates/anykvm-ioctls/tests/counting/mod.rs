@@ -72,6 +72,15 @@ impl Vendor {
             Self::Amd => b"AuthenticAMD",
         };
         let word = |i: usize| u32::from_le_bytes(name[i..i + 4].try_into().unwrap());
+        // Hosts of the other vendor have no such leaf.
+        let has_core_counters = table.as_slice().iter().any(|e| e.function == 0x8000_0022);
+        if self == Self::Amd && !has_core_counters {
+            let leaf = kvm_cpuid_entry2 {
+                function: 0x8000_0022,
+                ..Default::default()
+            };
+            table.push(leaf).unwrap();
+        }
         for e in table.as_mut_slice() {
             match (e.function, self) {
                 (0 | 0x8000_0000, _) => (e.ebx, e.edx, e.ecx) = (word(0), word(4), word(8)),

@@ -5,7 +5,7 @@
 
 use anykvm_ioctls::{Kvm, VcpuFd, VmFd};
 use iced_x86::code_asm::*;
-use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment};
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_xcrs};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 const MEMORY: usize = 2 << 20;
@@ -126,6 +126,23 @@ impl Machine {
         start(&vcpu, rip);
         vcpu
     }
+}
+
+/// Sets these bits of CR4.
+pub(crate) fn set_cr4(vcpu: &VcpuFd, bits: u64) {
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.cr4 |= bits;
+    vcpu.set_sregs(&sregs).unwrap();
+}
+
+/// Loads XCR0.
+pub(crate) fn set_xcr0(vcpu: &VcpuFd, value: u64) {
+    let mut xcrs = kvm_xcrs {
+        nr_xcrs: 1,
+        ..Default::default()
+    };
+    xcrs.xcrs[0].value = value;
+    vcpu.set_xcrs(&xcrs).unwrap();
 }
 
 /// About to execute at `rip` with clean registers.

@@ -128,7 +128,7 @@ impl Translator {
                 None => {
                     let from = third;
                     self.stubs.push(Stub::CrossPageMiss { from, number });
-                    // The page in which CS begins does so before instruction pointer 0.
+                    // The page in which CS begins starts below instruction pointer 0.
                     let is_wide = self.input.long || self.input.mode.has(Mode::SEGMENTED);
                     a.rm(is_wide, &[0x8d], S1, at(S1, page)); // lea
                     a.store(SHORT_PAGE, S1);

@@ -45,8 +45,8 @@ pub fn has_pages(cpu: &CpuState, behind: u64) -> bool {
     let first = page_of(cpu);
     let last = first.wrapping_add((1 + behind) * PAGE - 1);
     let is_first = first > cpu.rip();
-    let can_say = !is_first || cpu.seg[reg::CS].base.is_multiple_of(16);
-    cpu.is_64bit() || can_say && last <= last_of(cpu)
+    let has_mode = !is_first || cpu.seg[reg::CS].base.is_multiple_of(16);
+    cpu.is_64bit() || has_mode && last <= last_of(cpu)
 }
 
 /// Returns true if a near branch of any size whose computed target is `to` leads there. The interpreter executes other

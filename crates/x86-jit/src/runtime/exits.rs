@@ -457,7 +457,7 @@ impl<B: JitBus> Jit<B> {
             } if due || site.to == 0 => {
                 let is_segmented = self.session.mode.has(Mode::SEGMENTED);
                 let from = rip.wrapping_sub(i64::from(site.target) as u64);
-                // The page in which CS begins does so before instruction pointer 0.
+                // The page in which CS begins starts below instruction pointer 0.
                 let from = if is_segmented { from } else { from & mask };
                 // A branch around the end of 16-bit addresses goes by the target table.
                 let beyond = i64::from(site.target & !0xfff) as u64;
