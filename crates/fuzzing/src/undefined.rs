@@ -330,6 +330,14 @@ impl Undefined {
         let pushes = matches!(i.mnemonic(), M::Pushf | M::Pushfd | M::Pushfq);
         self.at_end != 0 && (pushes || decoded_flags(i.rflags_read()) & self.at_end != 0)
     }
+    /// Takes the next instruction that is executed into account. Returns true if it reads an undefined flag in which
+    /// processors differ.
+    pub(crate) fn is_read_in_step(&mut self, i: &Instruction, gpr: &[u64; 16]) -> bool {
+        let is_read = self.is_read_by(i);
+        self.defines(i);
+        self.at_end |= flags(i, Some(gpr)) & !AF;
+        is_read
+    }
     /// Returns true if it is compared which of several faults an instruction raises.
     pub(crate) fn orders_faults(&self) -> bool {
         self.strictness == Strictness::Exact || is_modelled()

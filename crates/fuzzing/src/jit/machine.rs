@@ -5,6 +5,7 @@
 
 use std::io;
 
+use iced_x86::{Decoder, DecoderOptions};
 use testkit::MmuBus;
 use x86_cpu::{CpuState, Feature, Flush, GuestBus, Shadow};
 use x86_defs::{
@@ -18,7 +19,10 @@ use x86_interp::{Interp, RunStop};
 use x86_jit::Jit;
 use x86_native::oracle::Mode;
 
-use crate::state;
+use crate::{
+    setup, state,
+    undefined::{Strictness, Undefined},
+};
 
 /// gva of gpa 0 for the user.
 pub(crate) const USER: u64 = 0x1040_0000;
@@ -394,6 +398,36 @@ impl Machine {
             }
         }
         None
+    }
+
+    /// Interprets up to so many instructions without paging. Returns true if one of them depends on what the manual
+    /// leaves undefined, in which the host may differ from the interpreter.
+    pub(crate) fn reads_undefined(&mut self, steps: u32) -> bool {
+        let mut undefined = Undefined::new(Strictness::Manual);
+        for _ in 0..steps {
+            let code = self.cpu.seg[reg::CS];
+            let at = code.base.wrapping_add(self.cpu.rip()) & 0xffff_ffff;
+            let bits = if code.attr.is_big() { 32 } else { 16 };
+            let mut bytes = [0; 15];
+            if !self.bus.mmu.memory().read_bytes(at, &mut bytes) {
+                return false;
+            }
+            let options = DecoderOptions::AMD;
+            let i = Decoder::with_ip(bits, &bytes, self.cpu.rip(), options).decode();
+            let mut gpr = [0; 16];
+            gpr.copy_from_slice(&self.cpu.gpr[..16]);
+            if undefined.is_read_in_step(&i, &gpr) || setup::result_is_undefined(&i, &gpr) {
+                return true;
+            }
+            let stop = self.interp.step(&mut self.cpu, &mut self.bus);
+            if stop != RunStop::Poll {
+                return false;
+            }
+            if self.bus.mmu.needs_sync() {
+                self.bus.mmu.sync(&self.cpu);
+            }
+        }
+        false
     }
 
     /// Notes where the vCPU is. `hits`: the breakpoints that have stopped it.
