@@ -196,7 +196,7 @@ Made from the tables in `crates/fuzzing/src/undefined.rs` by `UPDATE_EXPECT=1 ca
 The interpreter does what AMD's Zen 3 processors (family 25) do, also where the manual does not say what
 happens; where CPUID shows a Zen 4, BSF and BSR clear all flags but ZF and have PF of the index, where Zen 3 keeps them. The recorded results in `crates/fuzzing/golden` hold it to that everywhere. Comparisons with the host CPU leave out
 what is listed here, because the host may be another processor. `--exact` compares undefined flags and results too.
-They have been run on both and on Intel's of family 6, model 85 (Cascade Lake).
+They have been run on both and on Intel's of family 6, models 85 (Cascade Lake) and 207 (Emerald Rapids).
 
 Where the vendors differ in what is defined, or in what software might see every day, the guest's CPUID decides: gathers that
 fault (Intel's have made the mask all ones or zeros), repeated string instructions with 32-bit addresses in 64-bit code
