@@ -35,9 +35,12 @@ static uint64_t now(void)
 	return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
-/* Cycles; instructions; branches: all, conditional, returns, taken, far, indirect or calls; two more of cycles or branches. */
+/*
+ * Cycles; instructions; branches: all, conditional, returns, taken, far, indirect or calls; two more of cycles. Of Intel's
+ * conditional branches those that are not taken, whose event is the same on all models.
+ */
 static const uint64_t events[2][10] = {
-	{ 0x3c, 0xc0, 0xc4, 0x11c4, 0x8c4, 0x20c4, 0x40c4, 0x2c4, 0x10c4, 0x13c },
+	{ 0x3c, 0xc0, 0xc4, 0x10c4, 0x8c4, 0x20c4, 0x40c4, 0x2c4, 0x3c, 0x13c },
 	{ 0x76, 0xc0, 0xc2, 0xd1, 0xc8, 0xc4, 0xc6, 0xcc, 0x76, 0x100000120 },
 };
 
