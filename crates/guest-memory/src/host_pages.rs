@@ -166,10 +166,19 @@ impl HostPages {
         self.is_good(&self.writable, index, || probe::is_writable(hva))
     }
 
-    /// True if the page is already known to be readable.
-    #[inline]
-    pub(crate) fn is_known_readable(&self, index: usize) -> bool {
-        Self::has(&self.readable, index)
+    /// Returns a bit for each of the 64 pages from `index` on: set if it is already known to be readable.
+    pub(crate) fn known_readable(&self, index: usize) -> u64 {
+        let word = |n: usize| match self.readable.get(n) {
+            Some(word) => AtomicU64::load(word, Ordering::Relaxed),
+            None => 0,
+        };
+        let (n, shift) = (index / 64, index % 64);
+        let low = word(n) >> shift;
+        if shift == 0 {
+            low
+        } else {
+            low | word(n + 1) << (64 - shift)
+        }
     }
 
     /// True if the page is already known to be readable, be it because it is known to be writable.
@@ -246,7 +255,11 @@ mod tests {
             let gate = Gate::closed();
             let new = pages.changing(range.clone(), &gate).unwrap();
             for n in 0..200 {
-                assert_eq!(new.is_known_readable(n), !range.contains(&n), "{range:?}");
+                let known = new.known_readable(n);
+                for (bit, page) in (n..n + 64).enumerate() {
+                    let is_known = page < 200 && !range.contains(&page);
+                    assert_eq!(known >> bit & 1 != 0, is_known, "{range:?}");
+                }
             }
             drop(HostChange::new(gate, 0));
             assert!(all(&new));

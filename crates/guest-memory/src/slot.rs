@@ -250,15 +250,20 @@ impl Slot {
         }
     }
 
-    /// Sets bit `n` of `bits` for each page `first + n` that is known to be readable, from `n = skipped` on. Pages
-    /// beyond the slot's end get no bit.
-    pub fn readable_pages(&self, first: usize, skipped: usize, bits: &mut [u64]) {
-        let pages = (self.config.size >> PAGE_SHIFT) as usize;
+    /// Sets bit `n` of `bits` for each page `first + n` that is known to be readable. Pages before the slot, if `first`
+    /// is negative, and beyond its end get no bit.
+    pub fn readable_pages(&self, first: isize, bits: &mut [u64]) {
+        let pages = (self.config.size >> PAGE_SHIFT) as isize;
         let is_mapped = self.host.is_mapped();
-        for n in skipped..bits.len() * 64 {
-            let index = first.wrapping_add(n);
-            if index < pages && (is_mapped || self.host.is_known_readable(index)) {
-                bits[n / 64] |= 1 << (n % 64);
+        for (n, word) in (0..).zip(bits) {
+            let at = first + 64 * n;
+            let (from, to) = (at.max(0), pages.min(at + 64));
+            if from < to {
+                let known = match is_mapped {
+                    true => u64::MAX,
+                    false => self.host.known_readable(from as usize),
+                };
+                *word |= (known & u64::MAX >> (64 - (to - from))) << (from - at);
             }
         }
     }

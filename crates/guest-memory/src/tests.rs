@@ -89,6 +89,31 @@ fn with_ram() -> (Arc<GuestMemory>, Mapping) {
 }
 
 #[test]
+fn pages_that_are_known_to_be_readable() {
+    let (m, _ram) = with_ram();
+    let table = m.table();
+    let slot = &table.slots(0)[1];
+    let known = |first| {
+        let mut bits = [0; 2];
+        slot.readable_pages(first, &mut bits);
+        bits
+    };
+    assert_eq!(known(0), [0, 0]);
+    assert!(slot.page(1).is_some() && slot.page(2).is_some());
+    assert_eq!(known(0), [6, 0]);
+    assert_eq!(known(2), [1, 0]);
+    assert_eq!([known(3), known(200)], [[0, 0]; 2]);
+    // Pages before the slot.
+    assert_eq!(known(-61), [1 << 62 | 1 << 63, 0]);
+    assert_eq!(known(-62), [1 << 63, 1]);
+    assert_eq!(known(-126), [0, 1 << 63]);
+    assert_eq!(known(-200), [0, 0]);
+    slot.set_mapped();
+    assert_eq!([known(0), known(1)], [[7, 0], [3, 0]]);
+    assert_eq!(known(-63), [1 << 63, 3]);
+}
+
+#[test]
 fn accesses_cross_pages_and_slots() {
     let (m, _ram) = with_ram();
     let data: Vec<u8> = (0..0x4321u32).map(|i| (i * 7) as u8).collect();

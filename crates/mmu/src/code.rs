@@ -13,7 +13,7 @@ use x86_defs::paging::PAGE_SIZE;
 use crate::{
     Miss, Mmu, View,
     fault::Mapped,
-    fetch::{FetchEntry, GlobalFetch, GlobalPage, SPACE_SHIFT, Sum, space_of},
+    fetch::{FetchEntry, GlobalPage, SPACE_SHIFT, Sum, space_of},
     fetched::{Fetched, Page},
     source::Translated,
     sum::sum_of,
@@ -374,11 +374,8 @@ impl Mmu {
     pub(crate) fn flush_global_fetch(&mut self, gva: Option<u64>) {
         if gva.is_none_or(|gva| self.global_fetch.may_have(gva)) {
             self.renew_families();
-            self.global_fetch = GlobalFetch {
-                epoch: self.next_tick(),
-                controls: self.global_fetch.controls,
-                ..GlobalFetch::default()
-            };
+            self.global_fetch.epoch = self.next_tick();
+            self.global_fetch.clear();
         }
     }
 

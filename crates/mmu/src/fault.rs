@@ -253,8 +253,7 @@ impl Mmu {
         let watched = self.watched.iter().filter(|w| **w >> PIECE_SHIFT == piece);
         let watched = watched.map(|w| (w >> 12) as usize % PIECE_PAGES);
         self.reach.insert_large(&leaf, key, |bits| {
-            let skipped = before.saturating_sub(at.index);
-            slot.readable_pages((at.index + skipped) - before, skipped, bits);
+            slot.readable_pages(at.index as isize - before as isize, bits);
             for n in apic.into_iter().chain(watched) {
                 if let Some(word) = bits.get_mut(n / 64) {
                     *word &= !(1 << (n % 64));

@@ -229,6 +229,12 @@ impl GlobalFetch {
             _ => self.huge = true,
         }
     }
+    /// Forgets all pages.
+    pub(crate) fn clear(&mut self) {
+        self.pages.clear();
+        self.regions.clear();
+        self.huge = false;
+    }
     pub(crate) fn may_have(&self, gva: u64) -> bool {
         self.huge || self.pages.may_have(gva >> 12) || self.regions.may_have(gva >> 22)
     }

@@ -252,8 +252,8 @@ impl Bus {
     /// Writes IA32_TSC_ADJUST. A value that the VMM restores does not move the TSC, whose offset the VMM restores by
     /// itself.
     fn set_tsc_adjust(&mut self, value: u64, host: bool) {
-        if !host {
-            let delta = value.wrapping_sub(self.tsc_adjust);
+        let delta = value.wrapping_sub(self.tsc_adjust);
+        if !host && delta != 0 {
             self.tsc = self.tsc.with_offset(self.tsc.offset.wrapping_add(delta));
             self.tsc_changed();
         }

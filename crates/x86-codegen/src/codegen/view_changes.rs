@@ -40,6 +40,8 @@ pub(super) fn change_cr0(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     let place = a.here();
     serialize(a);
     push(a, RAX);
+    // The bit is 1 whatever is written.
+    a.alu_imm(true, Alu::Or, S0, cr0::ET as i32);
     a.mov(RAX, S0);
     a.alu(true, Alu::Xor, RAX, gs(CR0));
     let changes = a.jcc(cc::NE);
