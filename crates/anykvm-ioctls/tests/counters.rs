@@ -351,6 +351,18 @@ fn a_guest_reads_a_counter_in_full_width() {
     assert_eq!(msr(&vcpu, FULL_WIDTH_PMC0), 0x1234_9000_0001);
 }
 
+/// Linux freezes counters in SMM whenever it can, and what is counted is interpreted then.
+#[test]
+fn counters_that_freeze_in_smm_are_not_shown() {
+    let m = Machine::new();
+    let vcpu = Vendor::Intel.vcpu(&m, CODE);
+    assert_eq!(msr(&vcpu, PERF_CAPABILITIES) & 1 << 12, 0);
+    assert!(!set_msr(&vcpu, DEBUGCTL, 1 << 14));
+    // A VMM that restores a guest which was shown them may show them again.
+    interpret_counted(&vcpu, true);
+    assert_eq!(msr(&vcpu, DEBUGCTL), 1 << 14);
+}
+
 #[test]
 fn what_is_listed_is_saved_and_restored() {
     let m = machine(false);

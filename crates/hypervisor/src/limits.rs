@@ -55,5 +55,8 @@ pub(crate) const RING_ENTRY: u64 = size_of::<kvm_dirty_gfn>() as u64;
 /// Size in bytes of the largest dirty ring (KVM_DIRTY_RING_MAX_ENTRIES).
 pub(crate) const MAX_DIRTY_RING: u64 = 65536 * RING_ENTRY;
 
-/// IA32_PERF_CAPABILITIES: counters can be written in full width, and the guest may freeze them in SMM.
-pub(crate) const PERF_CAPABILITIES: u64 = 1 << 13 | 1 << 12;
+/// IA32_PERF_CAPABILITIES: counters can be written in full width.
+pub(crate) const PERF_CAPABILITIES: u64 = 1 << 13;
+/// What a VMM may set there: the guest may freeze counters in SMM, too. It is not shown, as Linux does that whenever it
+/// can, and what is counted is interpreted then. KVM does not show it either.
+pub(crate) const SETTABLE_PERF_CAPABILITIES: u64 = PERF_CAPABILITIES | 1 << 12;

@@ -116,6 +116,10 @@ impl Pmu {
             self.change(now, |p| p.freezes_in_smm = freezes);
         }
     }
+    /// Returns what [`Self::set_in_smm`] has noted.
+    pub const fn in_smm(&self) -> bool {
+        self.in_smm
+    }
     /// Notes that the vCPU has entered or left SMM.
     pub fn set_in_smm(&mut self, in_smm: bool, now: &Tally) {
         if in_smm != self.in_smm {

@@ -19,7 +19,7 @@ pub(crate) const GLOBAL_OVF_CTRL: u32 = 0x390;
 pub(crate) const CORE_SELECT0: u32 = 0xc001_0200;
 pub(crate) const CORE_STATUS: u32 = 0xc000_0300;
 pub(crate) const PERF_CAPABILITIES: u32 = 0x345;
-const DEBUGCTL: u32 = 0x1d9;
+pub(crate) const DEBUGCTL: u32 = 0x1d9;
 /// EN, OS, USR.
 pub(crate) const ON: u64 = 0x43_0000;
 pub(crate) const INT: u64 = 1 << 20;

@@ -12,7 +12,7 @@ use super::{
     bus::Bus,
     pmu::{NEVER, VirtualPmu},
 };
-use crate::limits::PERF_CAPABILITIES;
+use crate::limits::SETTABLE_PERF_CAPABILITIES;
 
 /// IA32_DEBUGCTL.FREEZE_WHILE_SMM, and the capability bit for it.
 const FREEZE_WHILE_SMM: u64 = 1 << 14;
@@ -109,7 +109,7 @@ impl Bus {
         host: bool,
     ) -> Option<bool> {
         if index == IA32_PERF_CAPABILITIES {
-            let good = host && value & !PERF_CAPABILITIES == 0;
+            let good = host && value & !SETTABLE_PERF_CAPABILITIES == 0;
             if good && value != self.pmu.capabilities {
                 self.pmu.capabilities = value;
                 self.configure_counters(cpu);
@@ -219,7 +219,7 @@ impl Bus {
         let c = &self.pmu;
         cpu.retired.is_due()
             || c.due_tsc != NEVER && c.due_tsc <= host::cpu::rdtsc()
-            || c.state.freezes_in_smm()
+            || c.state.freezes_in_smm() && c.state.in_smm() != cpu.events.in_smm
     }
     /// Settles counters that have overflowed, and notes the begin and end of SMM.
     #[cold]
@@ -287,7 +287,7 @@ impl Bus {
             c.count_cycles();
             c.level = Retired::level(cpu.cpl);
         }
-        if c.state.freezes_in_smm() {
+        if c.state.freezes_in_smm() && c.state.in_smm() != cpu.events.in_smm {
             let now = c.tally(&cpu.retired);
             c.state.set_in_smm(cpu.events.in_smm, &now);
             self.counters_changed(cpu, &now, 0);
