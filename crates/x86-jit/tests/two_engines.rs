@@ -41,7 +41,12 @@ fn cpu() -> CpuState {
     for feature in [
         Feature::Clfsh,
         Feature::Cmov,
+        Feature::Fxsr,
+        Feature::Sse,
+        Feature::Sse2,
         Feature::Xsave,
+        Feature::Xsavec,
+        Feature::Xsaveopt,
         Feature::Avx,
         Feature::Avx2,
     ] {
@@ -420,6 +425,52 @@ fn small_divisions() {
     });
     // -8 / 3 is -2, and -2 is left.
     assert_eq!(gpr[reg::RAX], 0xfefe);
+}
+
+/// FP state goes to memory and comes back, with exceptions masked and unmasked in turn, which is another mode.
+#[test]
+fn state_is_saved_and_restored() {
+    if !std::arch::is_x86_feature_detected!("avx2") {
+        return;
+    }
+    let (gpr, ..) = compare(|a| {
+        let mut again = a.create_label();
+        a.mov(ecx, 3000)?;
+        a.mov(rdi, DATA)?;
+        a.set_label(&mut again)?;
+        a.movq(xmm1, rcx)?;
+        a.vpbroadcastq(ymm9, xmm1)?;
+        a.mov(eax, 7)?;
+        a.xor(edx, edx)?;
+        a.xsave64(ptr(rdi))?;
+        a.xsavec64(ptr(rdi + 0x400))?;
+        a.xsaveopt64(ptr(rdi + 0x1400))?;
+        a.fxsave64(ptr(rdi + 0x800))?;
+        a.vpxor(ymm1, ymm1, ymm1)?;
+        a.vpxor(ymm9, ymm9, ymm9)?;
+        // MXCSR's mask of invalid operations.
+        a.mov(ebx, ecx)?;
+        a.and(ebx, 1)?;
+        a.shl(ebx, 7)?;
+        a.xor(dword_ptr(rdi + 24), ebx)?;
+        a.xrstor64(ptr(rdi))?;
+        a.movq(rbx, xmm1)?;
+        a.add(rsi, rbx)?;
+        a.addss(xmm2, xmm1)?;
+        a.vextracti128(xmm3, ymm9, 1)?;
+        a.movq(rbx, xmm3)?;
+        a.add(rsi, rbx)?;
+        a.fxrstor64(ptr(rdi + 0x800))?;
+        a.addss(xmm4, xmm1)?;
+        a.mov(eax, 6)?;
+        a.xrstor64(ptr(rdi + 0x400))?;
+        a.movq(rbx, xmm1)?;
+        a.add(rsi, rbx)?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        a.vzeroupper()
+    });
+    assert_eq!(gpr[reg::RSI], 3 * 3000 * 3001 / 2);
 }
 
 /// Eight elements from eight pages, four of them, and two of which one is left out.

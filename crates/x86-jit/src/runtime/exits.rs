@@ -267,7 +267,7 @@ impl<B: JitBus> Jit<B> {
         }
         cpu.engine.flags = pack(cpu.rflags);
         let mut is_same = cpu.shadow == Shadow::None;
-        if change == Change::Mode {
+        if matches!(change, Change::Mode | Change::XState) {
             is_same &= is_translatable(cpu);
             self.update_mode(cpu, bus);
         }

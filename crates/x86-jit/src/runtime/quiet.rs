@@ -2,7 +2,7 @@
 
 use iced_x86::{Code, Mnemonic};
 use x86_cpu::CpuState;
-use x86_defs::{msr, reg};
+use x86_defs::{msr, reg, xsave};
 use x86_interp::Insn;
 
 /// What an interpreted instruction may change of that which translated code depends on.
@@ -12,11 +12,13 @@ pub(crate) enum Change {
     Any,
     /// Nothing: general registers, arithmetic flags, memory, descriptor tables' addresses.
     Nothing,
-    /// ES, DS, FS or GS, on which the mode depends. Or nothing, but descriptors are read, as the supervisor reads
-    /// them.
+    /// ES, DS, FS or GS, or FP state, on which the mode depends. Or nothing, but descriptors are read, as the supervisor
+    /// reads them.
     Mode,
     /// What WRMSR changes: nothing with some indexes.
     Msr,
+    /// What XRSTOR changes: FP state, on which the mode depends, unless PKRU is loaded.
+    XState,
 }
 
 impl Change {
@@ -29,7 +31,11 @@ impl Change {
             M::Lds | M::Les | M::Lfs | M::Lgs => Self::Mode,
             M::Lar | M::Lsl | M::Verr | M::Verw => Self::Mode,
             M::Wrmsr => Self::Msr,
-            m if is_general(m) || is_string(m) || is_masked(m) || is_system(m) => Self::Nothing,
+            M::Fxrstor | M::Fxrstor64 => Self::Mode,
+            M::Xrstor | M::Xrstor64 | M::Xrstors | M::Xrstors64 => Self::XState,
+            m if is_general(m) || is_string(m) || is_masked(m) || is_system(m) || is_save(m) => {
+                Self::Nothing
+            }
             _ => Self::Any,
         }
     }
@@ -40,6 +46,7 @@ impl Change {
         match self {
             Self::Any => false,
             Self::Nothing | Self::Mode => true,
+            Self::XState => cpu.gpr[reg::RAX] & xsave::PKRU == 0,
             Self::Msr => {
                 // In other modes the bases of FS and GS are part of the mode.
                 cpu.is_64bit()
@@ -149,6 +156,24 @@ const fn is_general(m: Mnemonic) -> bool {
             | M::Xchg
             | M::Xlatb
             | M::Xor
+    )
+}
+
+/// Returns true for instructions that write FP state to memory.
+const fn is_save(m: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        m,
+        M::Fxsave
+            | M::Fxsave64
+            | M::Xsave
+            | M::Xsave64
+            | M::Xsavec
+            | M::Xsavec64
+            | M::Xsaveopt
+            | M::Xsaveopt64
+            | M::Xsaves
+            | M::Xsaves64
     )
 }
 

@@ -378,32 +378,13 @@ fn xsave<B: GuestBus, const KIND: u8, const WIDE: bool>(
     places.into_iter().flatten().for_each(&mut note);
     let p = Privilege::Current;
     e.bus.probe(e.cpu, gva, end, Access::Write, p)?;
-    let old: u64 = e.bus.read(e.cpu, gva.wrapping_add(512), p)?;
-    if write & X87 != 0 {
-        let header = x87_header(e.cpu, WIDE);
-        e.bus.write_bytes(e.cpu, gva, &header, p)?;
-        let mut st = [0; XMM0 - ST0];
-        st.copy_from_slice(&e.cpu.fp.area[ST0..XMM0]);
-        e.bus
-            .write_bytes(e.cpu, gva.wrapping_add(ST0 as u64), &st, p)?;
-    }
     let with_mxcsr = if compact {
         write & SSE != 0
     } else {
         rfbm & (SSE | x86_defs::xsave::AVX) != 0
     };
-    if with_mxcsr {
-        let both = u64::from(e.cpu.fp.mxcsr()) | u64::from(x86_native::host_mask()) << 32;
-        e.bus
-            .write(e.cpu, gva.wrapping_add(MXCSR as u64), both, p)?;
-    }
-    if write & SSE != 0 {
-        let mut xmm = [0; 256];
-        xmm.copy_from_slice(&e.cpu.fp.area[XMM0..LEGACY_USED]);
-        let n = 16 * nr_xmm(e.cpu);
-        e.bus
-            .write_bytes(e.cpu, gva.wrapping_add(XMM0 as u64), &xmm[..n], p)?;
-    }
+    let written = [write & X87 != 0, with_mxcsr, write & SSE != 0];
+    write_legacy::<B, WIDE>(e, gva, written)?;
     for (place, at) in parts.into_iter().flatten() {
         let gva = gva.wrapping_add(at);
         if place.bit == x86_defs::xsave::AVX {
@@ -418,17 +399,49 @@ fn xsave<B: GuestBus, const KIND: u8, const WIDE: bool>(
             e.bus.write_bytes(e.cpu, gva, &b[..place.size], p)?;
         }
     }
-    let bv = if compact {
-        rfbm & used
-    } else {
-        old & !rfbm | rfbm & used
-    };
-    e.bus.write(e.cpu, gva.wrapping_add(512), bv, p)?;
+    let header = gva.wrapping_add(LEGACY_SIZE as u64);
     if compact {
-        e.bus
-            .write(e.cpu, gva.wrapping_add(520), rfbm | COMPACT, p)?;
+        let words = u128::from(rfbm & used) | u128::from(rfbm | COMPACT) << 64;
+        e.bus.write_bytes(e.cpu, header, &words.to_le_bytes(), p)?;
+    } else {
+        let old: u64 = e.bus.read(e.cpu, header, p)?;
+        e.bus.write(e.cpu, header, old & !rfbm | rfbm & used, p)?;
     }
     Ok(Flow::Next)
+}
+
+/// Writes the legacy region of an image: the x87 part, MXCSR with its mask, and the XMM registers, if they are
+/// `written`. What lies side by side is written at once, because every task switch does that.
+fn write_legacy<B: GuestBus, const WIDE: bool>(
+    e: &mut Exec<'_, B>,
+    gva: u64,
+    written: [bool; 3],
+) -> Result<(), Stop> {
+    let [x87, mxcsr, sse] = written;
+    let mut image = [0; LEGACY_USED];
+    image.copy_from_slice(&e.cpu.fp.area[..LEGACY_USED]);
+    image[..MXCSR].copy_from_slice(&x87_header(e.cpu, WIDE));
+    image[MXCSR_MASK..ST0].copy_from_slice(&x86_native::host_mask().to_le_bytes());
+    let parts = [
+        (0, MXCSR, x87),
+        (MXCSR, ST0, mxcsr),
+        (ST0, XMM0, x87),
+        (XMM0, XMM0 + 16 * nr_xmm(e.cpu), sse),
+    ];
+    let mut from = None;
+    for (n, (begin, end, is_written)) in parts.into_iter().enumerate() {
+        if !is_written {
+            continue;
+        }
+        let begin = *from.get_or_insert(begin);
+        if parts.get(n + 1).is_none_or(|next| !next.2) {
+            from = None;
+            let at = gva.wrapping_add(begin as u64);
+            e.bus
+                .write_bytes(e.cpu, at, &image[begin..end], Privilege::Current)?;
+        }
+    }
+    Ok(())
 }
 
 /// Checks the three meaningful parts of the header (SDM vol. 1, 13.8.1, 13.12).
