@@ -104,6 +104,11 @@ impl Mixed {
         self.places.iter().position(|place| *place == Some(at))
     }
 
+    /// Returns true if the page is here.
+    pub(crate) fn has(&self, at: SlotPage) -> bool {
+        self.find(at).is_some()
+    }
+
     /// Returns the bytes of a page that are not to be written, if the page is here.
     fn code(&self, at: SlotPage) -> Option<&ByteMap> {
         self.maps.get(self.find(at)?)

@@ -626,6 +626,37 @@ proptest! {
     }
 }
 
+/// A page that had code, and may be written beside it, is a neighbour of a page that is walked to. It is written after a
+/// harvest.
+#[test]
+fn a_neighbour_with_code_is_not_written_unnoticed() {
+    let access = |gva, access| Op::Access { gva, access };
+    for mode in MODES {
+        for policy in [Policy::Tdp, Policy::Shadow, Policy::Auto] {
+            let mut w = World::new(mode, false, policy, Source::Kept);
+            for op in [
+                Op::Code { gva: 2 },
+                access(2, 1),
+                Op::Edit {
+                    root: 0,
+                    gva: 0,
+                    level: 1,
+                    to: 3,
+                    flags: 0x40e5_9f7c_f8f1_c349,
+                    flush: Some(1),
+                },
+                access(0, 0),
+                access(2, 2),
+                Op::Harvest,
+                access(2, 1),
+            ] {
+                w.step(&op);
+            }
+            w.harvest();
+        }
+    }
+}
+
 /// Reads pages of a root whose tables are whole; returns how many walks that took, and how many of them were short.
 fn read_all(w: &mut World, gvas: &[u64]) -> (u64, u64) {
     let before = w.m.mmu.stats();

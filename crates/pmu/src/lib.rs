@@ -106,19 +106,15 @@ impl Pmu {
     pub fn set_filter(&mut self, filter: Option<Arc<Filter>>, now: &Tally) {
         self.change(now, |p| p.filter = filter);
     }
-    /// Returns IA32_DEBUGCTL's bit that makes counters stand still in SMM.
-    pub const fn freezes_in_smm(&self) -> bool {
-        self.freezes_in_smm
-    }
     /// Sets IA32_DEBUGCTL's bit that makes counters stand still in SMM.
     pub fn set_freezes_in_smm(&mut self, freezes: bool, now: &Tally) {
         if freezes != self.freezes_in_smm {
             self.change(now, |p| p.freezes_in_smm = freezes);
         }
     }
-    /// Returns what [`Self::set_in_smm`] has noted.
-    pub const fn in_smm(&self) -> bool {
-        self.in_smm
+    /// Returns true if counters stand still in SMM, and `in_smm` is not what [`Self::set_in_smm`] has noted.
+    pub const fn is_behind_smm(&self, in_smm: bool) -> bool {
+        self.freezes_in_smm && self.in_smm != in_smm
     }
     /// Notes that the vCPU has entered or left SMM.
     pub fn set_in_smm(&mut self, in_smm: bool, now: &Tally) {

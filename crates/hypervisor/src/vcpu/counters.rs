@@ -219,7 +219,7 @@ impl Bus {
         let c = &self.pmu;
         cpu.retired.is_due()
             || c.due_tsc != NEVER && c.due_tsc <= host::cpu::rdtsc()
-            || c.state.freezes_in_smm() && c.state.in_smm() != cpu.events.in_smm
+            || c.state.is_behind_smm(cpu.events.in_smm)
     }
     /// Settles counters that have overflowed, and notes the begin and end of SMM.
     #[cold]
@@ -287,7 +287,7 @@ impl Bus {
             c.count_cycles();
             c.level = Retired::level(cpu.cpl);
         }
-        if c.state.freezes_in_smm() && c.state.in_smm() != cpu.events.in_smm {
+        if c.state.is_behind_smm(cpu.events.in_smm) {
             let now = c.tally(&cpu.retired);
             c.state.set_in_smm(cpu.events.in_smm, &now);
             self.counters_changed(cpu, &now, 0);
