@@ -57,6 +57,3 @@ pub(crate) const MAX_DIRTY_RING: u64 = 65536 * RING_ENTRY;
 
 /// IA32_PERF_CAPABILITIES: counters can be written in full width.
 pub(crate) const PERF_CAPABILITIES: u64 = 1 << 13;
-/// What a VMM may set there: the guest may freeze counters in SMM, too. It is not shown, as Linux does that whenever it
-/// can, and what is counted is interpreted then. KVM does not show it either.
-pub(crate) const SETTABLE_PERF_CAPABILITIES: u64 = PERF_CAPABILITIES | 1 << 12;

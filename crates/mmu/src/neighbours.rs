@@ -5,7 +5,8 @@
 //!   is no fault;
 //! * the page comes to the second level alone, for reads, and for writes only if that needs no bookkeeping: its entry is dirty,
 //!   [`crate::written`] has both the page and the place that its write tag would have, the slot's log has it, and it is no
-//!   code and no mixed page, whose tags are not looked for when it is given up. Nothing is noted, and no entry that may be needed loses its place;
+//!   code and no mixed page, whose tags are not looked for when it is given up. Nothing is noted, and no entry that may be
+//!   needed loses its place;
 //! * the page is in the slot of the page that was walked for, and is known to be readable, so that nobody is asked.
 //!
 //! In a tracked context, each translation has an entry that is compared at flushes: for pages that may never be

@@ -12,11 +12,14 @@ use super::{
     bus::Bus,
     pmu::{NEVER, VirtualPmu},
 };
-use crate::limits::SETTABLE_PERF_CAPABILITIES;
+use crate::limits::PERF_CAPABILITIES;
 
 /// IA32_DEBUGCTL.FREEZE_WHILE_SMM, and the capability bit for it.
 const FREEZE_WHILE_SMM: u64 = 1 << 14;
 const HAS_FREEZE_WHILE_SMM: u64 = 1 << 12;
+/// What a VMM may set in IA32_PERF_CAPABILITIES. That counters can be frozen in SMM is not shown unless it does: Linux
+/// freezes them whenever it can, and what is counted is interpreted then. KVM does not show it either.
+const SETTABLE_CAPABILITIES: u64 = PERF_CAPABILITIES | HAS_FREEZE_WHILE_SMM;
 /// IA32_PERF_CAPABILITIES.FW_WRITE.
 const FULL_WIDTH: u64 = 1 << 13;
 /// Fewer than this many instructions are interpreted before a counter of cycles interrupts.
@@ -109,7 +112,7 @@ impl Bus {
         host: bool,
     ) -> Option<bool> {
         if index == IA32_PERF_CAPABILITIES {
-            let good = host && value & !SETTABLE_PERF_CAPABILITIES == 0;
+            let good = host && value & !SETTABLE_CAPABILITIES == 0;
             if good && value != self.pmu.capabilities {
                 self.pmu.capabilities = value;
                 self.configure_counters(cpu);

@@ -75,6 +75,15 @@ fn x87_header(cpu: &CpuState, wide: bool) -> [u8; MXCSR] {
     h
 }
 
+/// Returns the legacy region as it is saved: the x87 part, MXCSR with its mask, ST0 to ST7 and the XMM registers.
+fn legacy_image(cpu: &CpuState, wide: bool) -> [u8; LEGACY_USED] {
+    let mut image = [0; LEGACY_USED];
+    image.copy_from_slice(&cpu.fp.area[..LEGACY_USED]);
+    image[..MXCSR].copy_from_slice(&x87_header(cpu, wide));
+    image[MXCSR_MASK..ST0].copy_from_slice(&x86_native::host_mask().to_le_bytes());
+    image
+}
+
 /// Loads the x87 part from a legacy region.
 fn load_x87(cpu: &mut CpuState, image: &[u8; LEGACY_SIZE], wide: bool) {
     cpu.fp.area[..MXCSR].copy_from_slice(&image[..MXCSR]);
@@ -135,10 +144,7 @@ fn is_fast(cpu: &CpuState) -> bool {
 
 fn fxsave<B: GuestBus, const WIDE: bool>(e: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let gva = fx_operand(e, insn, Access::Write)?;
-    let mut image = [0; LEGACY_USED];
-    image.copy_from_slice(&e.cpu.fp.area[..LEGACY_USED]);
-    image[..MXCSR].copy_from_slice(&x87_header(e.cpu, WIDE));
-    image[MXCSR_MASK..ST0].copy_from_slice(&x86_native::host_mask().to_le_bytes());
+    let image = legacy_image(e.cpu, WIDE);
     let end = if is_fast(e.cpu) {
         XMM0
     } else {
@@ -418,10 +424,7 @@ fn write_legacy<B: GuestBus, const WIDE: bool>(
     written: [bool; 3],
 ) -> Result<(), Stop> {
     let [x87, mxcsr, sse] = written;
-    let mut image = [0; LEGACY_USED];
-    image.copy_from_slice(&e.cpu.fp.area[..LEGACY_USED]);
-    image[..MXCSR].copy_from_slice(&x87_header(e.cpu, WIDE));
-    image[MXCSR_MASK..ST0].copy_from_slice(&x86_native::host_mask().to_le_bytes());
+    let image = legacy_image(e.cpu, WIDE);
     let parts = [
         (0, MXCSR, x87),
         (MXCSR, ST0, mxcsr),
