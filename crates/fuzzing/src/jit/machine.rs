@@ -14,6 +14,7 @@ use x86_defs::{
     retired::STREAMS,
     rflags,
     segment::{Attr, DescriptorTable, Segment},
+    xsave,
 };
 use x86_interp::{Interp, RunStop};
 use x86_jit::Jit;
@@ -169,6 +170,7 @@ pub(crate) fn cpu(cpl: u8, narrow: bool) -> CpuState {
     cpu.cr3 = TABLES;
     cpu.features.maxphyaddr = cpu.features.maxphyaddr.max(36);
     cpu.features.set(Feature::Pku, true);
+    cpu.xcr0 |= xsave::PKRU;
     let [code, data] = selectors(cpl, narrow);
     let kind = if narrow { 0xc09b } else { 0xa09b };
     let dpl = u32::from(cpl) << 5;

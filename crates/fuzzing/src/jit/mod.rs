@@ -14,6 +14,7 @@ mod machine;
 mod narrow;
 mod program;
 pub mod segments;
+mod states;
 
 use core::fmt::Write as _;
 

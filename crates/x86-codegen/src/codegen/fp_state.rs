@@ -15,28 +15,37 @@ const FDP: usize = 16;
 
 /// Saves FP state that is in the host's registers, and gives Rust its own. Changes caller-saved registers.
 pub(crate) fn save_fp(a: &mut Asm) {
-    let avx = a.isa().avx;
     a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
     let idle = a.jcc(cc::E);
+    store_fp(a);
+    release_fp(a);
+    let here = a.here();
+    a.patch(idle, here);
+}
+
+/// Stores FP state to the vCPU's area. It stays in the host's registers. Changes rax, rcx, rdx, rsi and rdi.
+pub(super) fn store_fp(a: &mut Asm) {
     // XSAVE would store the host's addresses of the last x87 instruction.
     a.rm(false, &[0x0f, 0xb7], RSI, gs(FP_AREA + FOP)); // movzx
     a.load(RDI, gs(FP_AREA + FIP));
     a.load(RCX, gs(FP_AREA + FDP));
-    a.mov_imm(RAX, state(avx));
+    a.mov_imm(RAX, state(a.isa().avx));
     a.alu_rr(false, Alu::Xor, RDX, RDX);
     a.rm(true, &[0x0f, 0xae], 4, gs(FP_AREA)); // xsave64
     a.bytes(&[0x66]);
     a.store32(gs(FP_AREA + FOP), RSI);
     a.store(gs(FP_AREA + FIP), RDI);
     a.store(gs(FP_AREA + FDP), RCX);
+}
+
+/// Gives Rust its own FP state: the vCPU's is in memory.
+pub(super) fn release_fp(a: &mut Asm) {
     a.store_imm(gs(FP_LIVE), 0);
-    if avx {
+    if a.isa().avx {
         zero_uppers(a);
     }
     a.bytes(&[0xdb, 0xe3]); // fninit
     a.rm(false, &[0x0f, 0xae], 2, gs(HOST_MXCSR)); // ldmxcsr
-    let here = a.here();
-    a.patch(idle, here);
 }
 
 /// Returns the state components of XSAVE that the guest uses.

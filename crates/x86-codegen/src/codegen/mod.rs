@@ -45,6 +45,7 @@ mod segment;
 mod sites;
 mod stack;
 mod state;
+mod state_image;
 pub(crate) mod string;
 mod stub;
 mod stubs;
@@ -462,6 +463,7 @@ impl Translator {
             Lowering::FlushLine => self.flush_line(d)?,
             Lowering::ProcessorId | Lowering::ExtendedControl => self.processor_state(d),
             Lowering::X87Environment => self.x87_environment(d)?,
+            Lowering::SaveState => self.save_state(d)?,
             Lowering::Div | Lowering::Idiv => self.divide(d)?,
             Lowering::Jcc => self.jcc(d)?,
             Lowering::Counted => self.counted(d)?,
@@ -472,22 +474,14 @@ impl Translator {
             }
             Lowering::LoadSegment => self.load_data_segment(d)?,
             Lowering::AskAboutSelector => self.ask_about_selector(d)?,
-            Lowering::Jmp => {
-                self.jmp(d);
-                return Ok(true);
-            }
+            Lowering::Jmp => self.jmp(d),
             Lowering::Syscall
             | Lowering::Sysret
             | Lowering::ToCr3
             | Lowering::Clts
-            | Lowering::InterruptReturn => {
-                self.system_branch(d);
-                return Ok(true);
-            }
-            Lowering::Call => {
-                self.call(d)?;
-                return Ok(true);
-            }
+            | Lowering::InterruptReturn => self.system_branch(d),
+            Lowering::RestoreState | Lowering::RestoreStandard => self.restore_state(d)?,
+            Lowering::Call => self.call(d)?,
             Lowering::JmpIndirect
             | Lowering::CallIndirect
             | Lowering::Ret
@@ -498,14 +492,10 @@ impl Translator {
                     Lowering::FarBranch => self.far_branch(d)?,
                     _ => self.indirect(d)?,
                 }
-                return Ok(true);
             }
-            Lowering::Unknown | Lowering::Interpret => {
-                self.leave_to_interpreter(d);
-                return Ok(true);
-            }
+            Lowering::Unknown | Lowering::Interpret => self.leave_to_interpreter(d),
         }
-        Ok(false)
+        Ok(d.kind.ends_block())
     }
 
     fn interpret(&mut self, offset: u32) {

@@ -98,3 +98,18 @@ pub const fn segment_of(site: u32) -> usize {
 
 /// IRETQ: r14 is RSP, which is in memory afterwards; the answer is the target.
 pub const IRETQ: u32 = 1 << 27;
+
+/// Bits of `Trampolines::save_image`'s and `Trampolines::restore_image`'s r13d, above the instruction's offset in its
+/// page: what image the instruction saves or loads.
+pub(crate) mod image {
+    /// FXSAVE's, which has no header.
+    pub(crate) const LEGACY: u32 = 1 << 12;
+    /// The standard format of the XSAVE family.
+    pub(crate) const STANDARD: u32 = 1 << 13;
+    /// The compacted format.
+    pub(crate) const COMPACT: u32 = 1 << 14;
+    /// All requested components are saved, whether they are in use or not.
+    pub(crate) const ALL: u32 = 1 << 15;
+    /// Supervisor components may be requested, too.
+    pub(crate) const SUPERVISOR: u32 = 1 << 16;
+}

@@ -16,7 +16,7 @@
 use core::mem::offset_of;
 
 use engine_frame::EngineFrame;
-use x86_cpu::{CpuState, Msrs, Retired};
+use x86_cpu::{CpuState, Features, Msrs, Retired};
 use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
@@ -65,6 +65,7 @@ pub(crate) const PAUSES: usize = offset_of!(CpuState, engine.pauses);
 pub(crate) const UNTIL: usize = offset_of!(CpuState, engine.until);
 pub(crate) const STOP: usize = frame(EngineFrame::STOP);
 pub(crate) const SLOT: usize = frame(EngineFrame::SLOT);
+pub(crate) const LOG: usize = frame(EngineFrame::LOG);
 /// The tables of the supervisor's views by CR0.WP and RFLAGS.AC ([`view_of`]). A word is 0 if generated code may not
 /// change to that view by itself, because more than the tables differs, or because the view is not known.
 pub(crate) const VIEWS: [usize; 4] = {
@@ -150,7 +151,12 @@ pub(crate) const CR2: usize = offset_of!(CpuState, cr2);
 pub(crate) const CR3: usize = offset_of!(CpuState, cr3);
 pub(crate) const XCR0: usize = offset_of!(CpuState, xcr0);
 pub(crate) const CR4: usize = offset_of!(CpuState, cr4);
+pub(crate) const XSS: usize = offset_of!(CpuState, xss);
+pub(crate) const EFER: usize = offset_of!(CpuState, efer);
 pub(crate) const PKRU: usize = offset_of!(CpuState, pkru);
+/// Where PKRU is in the standard format of XSAVE, in 16 bits.
+pub(crate) const PKRU_OFFSET: usize =
+    offset_of!(CpuState, features) + offset_of!(Features, pkru_offset);
 pub(crate) const TSC_AUX: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, tsc_aux);
 pub(crate) const KERNEL_GS_BASE: usize =
     offset_of!(CpuState, msr) + offset_of!(Msrs, kernel_gs_base);

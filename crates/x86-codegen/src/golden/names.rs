@@ -88,7 +88,7 @@ impl Names {
         for (name, at) in fields![t;
             enter bail bail_integer stale moved poll link link_live branch fill_inline_cache inline_cache ret ret32
             cross_page cross_page_call cross_page_call32 switch call miss miss_group split refused stack stack_group stack_split site_entry
-            site_entry_group site_entry_split load_fp key_rights to_cr0 root ret16 cross_page_segmented
+            site_entry_group site_entry_split load_fp save_image restore_image key_rights to_cr0 root ret16 cross_page_segmented
         ] {
             self.label(at, name);
         }
@@ -129,9 +129,9 @@ impl Names {
         }
         for (name, at) in named![
             TABLES DEVICES MIXED TARGETS KEY SALT NUMBER PAGE FLAGS SPILL ENTRY REQUESTS POLLS_LEFT REASON ARGUMENT
-            FP_LIVE CONTEXT HOST_MXCSR IRQ_WAITING TSC_OFFSET COST COUNT PAUSES UNTIL STOP SLOT SITE_ENTRIES_MISSED
+            FP_LIVE CONTEXT HOST_MXCSR IRQ_WAITING TSC_OFFSET COST COUNT PAUSES UNTIL STOP SLOT LOG SITE_ENTRIES_MISSED
             COUNTED_BESIDE IS_OTHER_VIEW IS_OTHER_ROOT WANTED_ROOT FLUSHING_LOADS SWITCHES SWITCH_EPOCHS KEYS STACK CROSS_PAGE_LEFT HOST_RSP OVERFLOW_AT LOOKED ELAPSED PACE POLL_WINDOW OWED ANCHORS REST BEGAN CREDIT_LEFT RELUCTANCES RANDOM
-            COUNTED_FROM COUNTED_TO REFUND COUNTED_ENTRY UPPERS_IN_USE FP_AREA RIP RFLAGS CR0 CR2 CR3 CR4 PKRU TSC_AUX KERNEL_GS_BASE
+            COUNTED_FROM COUNTED_TO REFUND COUNTED_ENTRY UPPERS_IN_USE FP_AREA RIP RFLAGS CR0 CR2 CR3 CR4 XCR0 XSS EFER PKRU PKRU_OFFSET TSC_AUX KERNEL_GS_BASE
         ] {
             self.state.insert(at as u64, name.to_owned());
         }

@@ -141,6 +141,8 @@ impl Decoded {
             | Lowering::ToCr0
             | Lowering::ToCr3
             | Lowering::Clts
+            | Lowering::RestoreState
+            | Lowering::RestoreStandard
             | Lowering::InterruptReturn
             | Lowering::LoadSegment
             | Lowering::AskAboutSelector

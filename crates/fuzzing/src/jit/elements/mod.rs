@@ -287,12 +287,15 @@ impl Builder<'_> {
         e
     }
 
-    /// Returns a load of MXCSR or the x87 control word, mostly with all exceptions masked.
+    /// Returns a load of MXCSR or the x87 control word, mostly with all exceptions masked; or what works on more of FP
+    /// state.
     pub(super) fn fp_control(&mut self) -> Element {
         let registers = self.registers;
         let mut e = Element::default();
-        if self.r.one_in(3) {
-            return self.x87_environment();
+        match self.r.below(3) {
+            0 => return self.x87_environment(),
+            1 => return self.state_image(),
+            _ => {}
         }
         let to = self.target(4);
         let r = &mut self.r;

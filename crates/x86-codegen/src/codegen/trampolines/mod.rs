@@ -10,6 +10,7 @@ mod calls;
 mod exits;
 mod misses;
 mod registers;
+mod state_images;
 
 use crate::{
     asm::*,
@@ -102,6 +103,11 @@ pub struct Trampolines {
     pub(crate) site_entry_split: usize,
     /// Called by a block that uses FP when FP state is not loaded.
     pub(crate) load_fp: usize,
+    /// Called by the XSAVE family and FXSAVE. r14 is the operand's gva, r13d a [`crate::frame::requests::image`]. The answer in r14 is 0 if the
+    /// interpreter has to execute the instruction.
+    pub(crate) save_image: usize,
+    /// Does the same for XRSTOR and FXRSTOR, after which FP state is not in the host's registers.
+    pub(crate) restore_image: usize,
     /// Called for string instructions.
     pub(crate) strings: Strings,
     /// Goes on at [`COUNTED_ENTRY`] with code that counts, and below, with code that does not. Only code that counts
@@ -220,6 +226,7 @@ fn emit(
     e.refused();
     e.other_misses();
     e.load_fp();
+    e.state_images(within);
     e.t.strings = string::emit(e.a, e.t.bail_integer, within, e.counts);
     e.root();
     if let Some((plain, _)) = plain {

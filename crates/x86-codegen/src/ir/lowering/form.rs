@@ -255,6 +255,7 @@ fn classify(
     let kind = match form(i, host) {
         Lowering::PushSegment if op.mode64() || features.has(Feature::Amd) => Lowering::PushSegment,
         Lowering::PushSegment => Lowering::PushSelector,
+        Lowering::RestoreState if !features.has(Feature::Xsavec) => Lowering::RestoreStandard,
         kind => kind,
     };
     let mut form = Form {

@@ -1,6 +1,6 @@
 //! The lowering of an instruction in a mode.
 
-use iced_x86::{Code, CpuidFeature, EncodingKind, Instruction, OpKind, Register};
+use iced_x86::{Code, CpuidFeature, EncodingKind, Instruction, Mnemonic, OpKind, Register};
 
 use super::{Form, Lowering, in_segments, of};
 use crate::ir::mode::Mode;
@@ -62,6 +62,13 @@ pub(crate) fn needs(kind: Lowering, code: Code) -> Mode {
         // It needs CR4.OSXSAVE.
         Lowering::ExtendedControl => Mode::AVX,
         Lowering::X87Environment => Mode::FP,
+        Lowering::SaveState | Lowering::RestoreState | Lowering::RestoreStandard => {
+            match code.mnemonic() {
+                Mnemonic::Fxsave64 | Mnemonic::Fxrstor64 => Mode::FP | Mode::SSE,
+                Mnemonic::Xsaves64 | Mnemonic::Xrstors64 => Mode::FP | Mode::AVX | Mode::KERNEL,
+                _ => Mode::FP | Mode::AVX,
+            }
+        }
         Lowering::Rdtsc => Mode::TSC,
         Lowering::Pushf
         | Lowering::Popf

@@ -44,6 +44,12 @@ pub enum Lowering {
     ExtendedControl,
     /// FNINIT, and FNSTENV and FLDENV of 28 bytes.
     X87Environment,
+    /// FXSAVE and the XSAVE family, with REX.W.
+    SaveState,
+    /// FXRSTOR, XRSTOR and XRSTORS, with REX.W.
+    RestoreState,
+    /// As [`Lowering::RestoreState`], of guests that have no compacted format.
+    RestoreStandard,
     /// DIV, guarded against #DE.
     Div,
     /// IDIV, guarded against #DE.
@@ -169,7 +175,8 @@ impl Lowering {
     pub(crate) const fn ends_block(self) -> bool {
         matches!(
             self,
-            Self::Interpret
+            Self::Unknown
+                | Self::Interpret
                 | Self::Jmp
                 | Self::JmpIndirect
                 | Self::Call
@@ -181,6 +188,8 @@ impl Lowering {
                 | Self::InterruptReturn
                 | Self::ToCr3
                 | Self::Clts
+                | Self::RestoreState
+                | Self::RestoreStandard
         )
     }
 }

@@ -89,6 +89,16 @@ fn stack_form(code: Code) -> Option<Lowering> {
     })
 }
 
+/// Returns the lowering of a form that saves or loads an image of FP state.
+fn image_form(code: Code) -> Option<Lowering> {
+    use Mnemonic as M;
+    Some(match code.mnemonic() {
+        M::Fxsave64 | M::Xsave64 | M::Xsaveopt64 | M::Xsavec64 | M::Xsaves64 => Lowering::SaveState,
+        M::Fxrstor64 | M::Xrstor64 | M::Xrstors64 => Lowering::RestoreState,
+        _ => return None,
+    })
+}
+
 /// Returns the lowering of a form, whatever its operands.
 fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
     use Mnemonic as M;
@@ -96,7 +106,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
     if !code.cpuid_features().iter().all(|f| host_has(host, *f)) {
         return Lowering::Interpret;
     }
-    if let Some(kind) = stack_form(code) {
+    if let Some(kind) = stack_form(code).or_else(|| image_form(code)) {
         return kind;
     }
     match i.mnemonic() {
