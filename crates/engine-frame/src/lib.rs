@@ -93,7 +93,8 @@ pub struct EngineFrame {
     pub counted_to: u64,
     /// Instructions that polls have taken off that countdown.
     pub counted: u64,
-    spare: u64,
+    /// Facts other than registers that a change of the privilege level by translated code depends on.
+    pub level_facts: u64,
     refund: u64,
     counted_entry: u64,
     /// What code that counts counts: the number of its streams, and in bit 8 the level.
@@ -132,6 +133,7 @@ pub struct EngineFrame {
     gathered: [[u64; 4]; 3],
     bounced: [u64; 4],
     mixed: u64,
+    levels: u64,
 }
 
 /// A view that differs from another in PKRU alone.
@@ -198,6 +200,8 @@ pointers! {
     counted_go_on, COUNTED_GO_ON, set_counted_go_on;
     /// Address of the MMU's mixed pages.
     mixed, MIXED, set_mixed;
+    /// Address of the table of changes of the privilege level that translated code makes by itself.
+    levels, LEVELS, set_levels;
 }
 
 /// Offsets of words that only translated code writes.

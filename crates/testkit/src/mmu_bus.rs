@@ -209,6 +209,9 @@ impl x86_jit::JitBus for MmuBus {
     fn must_return(&self, cpu: &CpuState) -> bool {
         self.mmu.needs_sync() || cpu.retired.is_due()
     }
+    fn follows_levels(&self) -> bool {
+        false
+    }
     fn tsc_offset(&self) -> Option<u64> {
         self.stopped_tsc.is_none().then_some(0)
     }

@@ -40,6 +40,11 @@ impl Attr {
     /// Null selector was loaded: the segment may not be used.
     pub const UNUSABLE: u32 = 1 << 16;
 
+    /// A flat segment of 64-bit code at privilege level 0, accessed.
+    pub const FLAT_CODE64: u32 = 0xa09b;
+    /// A flat segment of data at privilege level 0, writable and accessed.
+    pub const FLAT_DATA: u32 = 0xc093;
+
     /// Type field.
     pub const fn kind(self) -> u32 {
         self.0 & Self::TYPE

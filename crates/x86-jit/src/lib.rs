@@ -51,6 +51,8 @@ pub trait JitBus: GuestBus {
     /// Returns true if the run loop has to be returned to before anything else is executed: [`GuestBus::poll`] without
     /// its budget.
     fn must_return(&self, cpu: &CpuState) -> bool;
+    /// Returns true if each change of the privilege level has to be told at once, by [`GuestBus::select_view`].
+    fn follows_levels(&self) -> bool;
     /// Returns the guest's TSC less the host's, if their difference is constant.
     fn tsc_offset(&self) -> Option<u64>;
 }

@@ -35,6 +35,7 @@ mod frames;
 pub(crate) mod hoist;
 pub(crate) mod inline;
 mod interpret;
+mod levels;
 mod masked;
 pub(crate) mod memory;
 pub(crate) mod misses;

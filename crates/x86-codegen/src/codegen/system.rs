@@ -255,18 +255,20 @@ impl Translator {
         }
     }
 
-    /// Translates SYSCALL and SYSRETQ: Rust changes to the view of the other privilege level, then the code branches.
+    /// Translates SYSCALL and SYSRETQ: a trampoline changes to the view of the other privilege level, then the code
+    /// branches.
     fn system_call(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
         a.store(state_register(1), RCX);
-        let what = if d.kind == Lowering::Syscall {
-            requests::SYSCALL
+        let [call, ret] = self.trampolines.levels;
+        let (what, trampoline) = if d.kind == Lowering::Syscall {
+            (requests::SYSCALL, call)
         } else {
-            requests::SYSRET
+            (requests::SYSRET, ret)
         };
         a.mov_imm(S1, (what | d.offset).into());
-        a.call_to(self.trampolines.switch);
+        a.call_to(trampoline);
         a.load(RCX, state_register(1));
         a.load(RSP, gs(STACK));
         self.jump(d.offset);

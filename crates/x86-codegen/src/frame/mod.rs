@@ -2,6 +2,7 @@
 
 pub mod exit;
 pub mod keys;
+pub mod levels;
 pub mod page_guard;
 pub mod requests;
 pub mod state;

@@ -96,6 +96,8 @@ pub(crate) const BOUND_SIZES: usize = EngineFrame::BOUND_SIZES;
 pub(crate) const COUNTED_GO_ON: usize = frame(EngineFrame::COUNTED_GO_ON);
 pub(crate) const COUNTED_SALT: usize = offset_of!(CpuState, engine.counted_salt);
 pub(crate) const KEYS: usize = frame(EngineFrame::KEYS);
+pub(crate) const LEVELS: usize = frame(EngineFrame::LEVELS);
+pub(crate) const LEVEL_FACTS: usize = offset_of!(CpuState, engine.level_facts);
 pub(crate) const COUNTED_BESIDE: usize = offset_of!(CpuState, engine.counted_beside);
 pub(crate) const REFUND_BESIDE: usize = frame(EngineFrame::REFUND_BESIDE);
 pub(crate) const COUNTED_SPILL: usize = frame(EngineFrame::COUNTED_SPILL);
@@ -158,12 +160,22 @@ pub(crate) const PKRU: usize = offset_of!(CpuState, pkru);
 pub(crate) const PKRU_OFFSET: usize =
     offset_of!(CpuState, features) + offset_of!(Features, pkru_offset);
 pub(crate) const TSC_AUX: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, tsc_aux);
+pub(crate) const STAR: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, star);
+pub(crate) const LSTAR: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, lstar);
+pub(crate) const FMASK: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, fmask);
+pub(crate) const CPL: usize = offset_of!(CpuState, cpl);
 pub(crate) const KERNEL_GS_BASE: usize =
     offset_of!(CpuState, msr) + offset_of!(Msrs, kernel_gs_base);
 
 /// Returns the selector of a segment register.
 pub(crate) const fn selector(n: usize) -> Mem {
     gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, selector))
+}
+
+/// Returns the limit of a segment register, in 32 bits, and behind it its attributes.
+pub(crate) const fn segment_limit(n: usize) -> Mem {
+    const { assert!(offset_of!(Segment, attr) == offset_of!(Segment, limit) + 4) };
+    gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, limit))
 }
 
 /// Returns the attributes of a segment register.

@@ -10,6 +10,7 @@ use crate::{
     runtime::flat::set_bounds,
     runtime::lockstep::set_tables,
     runtime::state::{mode_of, target_key},
+    runtime::system_call,
     runtime::translation::next_page,
 };
 use x86_codegen::{
@@ -35,7 +36,9 @@ impl<B: JitBus> Jit<B> {
         if bus.mmu().views_made() != self.session.views_made {
             cpu.engine.forget_views();
         }
-        self.session.mode = mode_of(cpu, self.session.plain_tsc);
+        let plain_tsc = self.session.plain_tsc;
+        self.session.mode = mode_of(cpu, plain_tsc);
+        cpu.engine.level_facts = system_call::facts(cpu, plain_tsc, bus.follows_levels());
         self.set_view(cpu, bus);
     }
 
@@ -52,6 +55,7 @@ impl<B: JitBus> Jit<B> {
         let number = self.code.cache.number(key).unwrap_or_else(|| {
             self.session.switches.clear();
             self.session.keys.clear();
+            self.session.levels.clear();
             for site in &self.builder.translator.cross_page_sites {
                 if let Condition::BlockNumber { number, .. } = site.condition {
                     self.code.set_operand(number, 0);

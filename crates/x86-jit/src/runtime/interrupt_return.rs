@@ -11,11 +11,7 @@ use x86_defs::{
     segment::{Attr, Segment},
 };
 
-use crate::{
-    JitBus,
-    runtime::Jit,
-    runtime::system_call::{self, CODE64, DATA},
-};
+use crate::{JitBus, runtime::Jit, runtime::system_call};
 
 /// Flags that may be set in the RFLAGS that is returned to. Translated kernel code has no others set that matter
 /// (`x86_codegen::ir::mode::Mode::KERNEL`).
@@ -92,7 +88,7 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
     if !is_plain || passes_breakpoint {
         return None;
     }
-    let code = flat(cpu, bus, cs, CODE64)?;
+    let code = flat(cpu, bus, cs, Attr::FLAT_CODE64)?;
     let stack = if ss == 0 && cpl == 0 {
         Segment {
             base: 0,
@@ -101,7 +97,7 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
             selector: 0,
         }
     } else if (ss & 3) as u8 == cpl {
-        flat(cpu, bus, ss, DATA)?
+        flat(cpu, bus, ss, Attr::FLAT_DATA)?
     } else {
         return None;
     };

@@ -42,9 +42,9 @@ use crate::{
     runtime::stats::Stats,
 };
 use x86_codegen::{
-    asm::Isa, codegen::Translator, frame::exit::Left, frame::keys::Keys, frame::switches::Switches,
-    ir::cause::Cause, ir::decoded::Decoded, ir::lowering::Forms, ir::mode::Mode,
-    plan::groups::Groups,
+    asm::Isa, codegen::Translator, frame::exit::Left, frame::keys::Keys,
+    frame::levels::LevelChanges, frame::switches::Switches, ir::cause::Cause, ir::decoded::Decoded,
+    ir::lowering::Forms, ir::mode::Mode, plan::groups::Groups,
 };
 
 /// Bytes of translated code per vCPU. A compiler's takes 80 MiB.
@@ -128,6 +128,8 @@ pub(crate) struct Session<B: JitBus> {
     pub(crate) keys: Keys,
     /// Loads of CR3 that generated code makes by itself.
     pub(crate) switches: Switches,
+    /// Changes of the privilege level that generated code makes by itself.
+    pub(crate) levels: LevelChanges,
 }
 
 /// What tests disturb.
@@ -201,6 +203,7 @@ impl<B: JitBus> Jit<B> {
                 views_made: 0,
                 keys: Keys::default(),
                 switches: Switches::default(),
+                levels: LevelChanges::default(),
             },
             disturbance: Disturbance {
                 flush_every: 0,
@@ -277,6 +280,7 @@ impl<B: JitBus> Jit<B> {
         self.session.given_up = GivenUp::default();
         self.profiles.clear();
         self.session.switches.clear();
+        self.session.levels.clear();
         if let Some(l) = &mut self.lockstep {
             l.flush();
         }

@@ -131,6 +131,7 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
         if site & requests::IRETQ != 0 {
             return interrupt_return::leave(jit, cpu, bus, gva);
         }
+        let left = (cpu.engine.tables(), cpu.engine.key);
         let target = if site & requests::SYSCALL != 0 {
             system_call::enter(cpu, bus, u64::from(site & 0xfff))
         } else {
@@ -139,6 +140,7 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
         if target != 0 {
             jit.update_mode(cpu, bus);
             jit.follow_level(cpu);
+            jit.note_level_change(cpu, bus, left);
         }
         return target;
     }

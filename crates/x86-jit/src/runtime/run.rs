@@ -210,6 +210,7 @@ impl<B: JitBus> Jit<B> {
             frame.set_mixed(bus.mmu().mixed_pages().as_ptr() as u64);
             frame.set_keys(self.session.keys.address());
             frame.set_switches(self.session.switches.address());
+            frame.set_levels(self.session.levels.address());
             frame.set_switch_epochs(&raw const *bus.mmu().switch_epochs() as u64);
         }
         frame.wanted_root = 0;

@@ -3,17 +3,14 @@
 
 use x86_cpu::CpuState;
 use x86_defs::{
-    control::efer,
+    control::{cr4, efer},
     reg, rflags,
     segment::{Attr, Segment},
 };
 
-use crate::JitBus;
-use x86_codegen::frame::state::{pack, unpack};
-
-/// Attributes of flat segments at level 0.
-pub(crate) const CODE64: u32 = 0xa09b;
-pub(crate) const DATA: u32 = 0xc093;
+use crate::{Jit, JitBus, runtime::state::target_key};
+use x86_codegen::frame::state::{SYSRET_FLAGS, pack, unpack};
+use x86_codegen::{frame::levels::LevelChange, ir::mode::Mode};
 
 fn load_segments(cpu: &mut CpuState, cs: u16, ss: u16, cpl: u8) {
     let flat = |selector: u16, attr: u32| Segment {
@@ -22,14 +19,59 @@ fn load_segments(cpu: &mut CpuState, cs: u16, ss: u16, cpl: u8) {
         attr: Attr(attr | u32::from(cpl) << 5),
         selector: selector & !3 | u16::from(cpl),
     };
-    cpu.seg[reg::CS] = flat(cs, CODE64);
-    cpu.seg[reg::SS] = flat(ss, DATA);
+    cpu.seg[reg::CS] = flat(cs, Attr::FLAT_CODE64);
+    cpu.seg[reg::SS] = flat(ss, Attr::FLAT_DATA);
     cpu.cpl = cpl;
 }
 
 pub(crate) fn set_flags(cpu: &mut CpuState, flags: u64) {
     cpu.rflags = flags | rflags::FIXED1;
     cpu.engine.flags = pack(flags);
+}
+
+/// Returns the facts that a change of the level depends on besides the views and keys, CR0 and PKRU.
+pub(crate) fn facts(cpu: &CpuState, plain_tsc: bool, follows_levels: bool) -> u64 {
+    let bits = [
+        plain_tsc,
+        cpu.cr4 & cr4::TSD != 0,
+        cpu.efer & efer::SCE != 0,
+        cpu.is_canonical(cpu.msr.lstar),
+        follows_levels,
+    ];
+    let bits = bits.iter().fold(0, |all, bit| all << 1 | u64::from(*bit));
+    bits << 8 | u64::from(cpu.retired.levels)
+}
+
+/// Where a change of the level begins: the tables of the view, and the key.
+pub(crate) type Left = (u64, u64);
+
+impl<B: JitBus> Jit<B> {
+    /// Notes where SYSCALL or SYSRETQ has led to from `left`, so that generated code executes the next one itself.
+    pub(crate) fn note_level_change(&mut self, cpu: &CpuState, bus: &mut B, left: Left) {
+        let frame = &cpu.engine;
+        let (from, from_key) = left;
+        let counts = |mode: Mode| mode.streams().is_some();
+        if frame.log() != 0
+            || bus.follows_levels()
+            || counts(Mode::of_key(from_key))
+            || counts(self.session.mode)
+        {
+            return;
+        }
+        let (key, salt) = target_key(cpu);
+        self.session.levels.set(LevelChange {
+            from,
+            from_key,
+            epoch: bus.mmu().switch_epochs().flushing,
+            cr0: cpu.cr0 as u32,
+            pkru: cpu.pkru,
+            tables: frame.tables(),
+            key,
+            salt,
+            number: frame.number as u32,
+            facts: frame.level_facts as u32,
+        });
+    }
 }
 
 /// Executes SYSCALL at an offset of the current page. Returns the target.
@@ -62,13 +104,11 @@ pub(crate) fn interrupt_waits<B: JitBus>(cpu: &CpuState, bus: &B) -> bool {
 
 /// Executes SYSRETQ; RCX and R11 are in memory. Returns the target.
 pub(crate) fn leave<B: JitBus>(cpu: &mut CpuState, bus: &mut B) -> u64 {
-    const PLAIN: u64 =
-        rflags::ARITH | rflags::DF | rflags::IF | rflags::IOPL | rflags::FIXED1 | rflags::ID;
     let flags = cpu.gpr[reg::R11];
     let target = cpu.gpr[reg::RCX];
     let waits = interrupt_waits(cpu, bus);
     if cpu.efer & efer::SCE == 0
-        || flags & !PLAIN != 0
+        || flags & !SYSRET_FLAGS != 0
         || target >> 47 != 0
         || flags & rflags::IF != 0 && waits
     {

@@ -566,6 +566,10 @@ impl x86_jit::JitBus for Bus {
             || self.mmu.needs_sync()
             || self.irq_waiting && cpu.rflags & rflags::IF != 0
     }
+    #[inline(always)]
+    fn follows_levels(&self) -> bool {
+        self.pmu.splits_cycles
+    }
     fn tsc_offset(&self) -> Option<u64> {
         self.tsc.plain_offset()
     }

@@ -16,6 +16,7 @@ use crate::{
     asm::*,
     codegen::countdown::exact::{self, Layout},
     codegen::fp_state::load_fp,
+    codegen::levels::change_level,
     codegen::string::{self, Strings},
     codegen::switches,
     codegen::view_changes::{change_access, change_cr0, change_key_rights, move_to_tables},
@@ -77,6 +78,9 @@ pub struct Trampolines {
     pub(crate) to_cr0: usize,
     /// Called by WRPKRU, like [`Self::switch`]; r14 is the value.
     pub(crate) key_rights: usize,
+    /// Called by SYSCALL and by SYSRETQ, like [`Self::switch`]; the guest's RCX is in its place in memory, too, and the
+    /// answer is the target.
+    pub(crate) levels: [usize; 2],
     /// Called by MOV to CR3. r14 is the value, r13d the offset. Does not return if the tables of that root are not
     /// known.
     pub(crate) root: usize,
@@ -244,6 +248,11 @@ impl Emitter<'_> {
         self.t.access = [false, true].map(|set| change_access(self.a, set, self.t.switch));
         self.t.to_cr0 = change_cr0(self.a, self.t.switch, self.counts.is_some());
         self.t.key_rights = change_key_rights(self.a, self.t.switch);
+        // Rust counts what is retired at the level that is left.
+        self.t.levels = match self.counts {
+            None => change_level(self.a, self.t.switch),
+            Some(_) => [self.t.switch; 2],
+        };
     }
 
     /// Emits the load of FP state for a block that uses it.
