@@ -4,11 +4,8 @@ use mmu::SwitchEpochs;
 use x86_defs::{reg, rflags, segment::Attr};
 
 use crate::{
-    asm::*,
-    codegen::view_changes::move_to_tables,
-    frame::levels::{self, BITS, HASH},
-    frame::state::SYSRET_FLAGS,
-    frame::words::*,
+    asm::*, codegen::switches::find_entry, codegen::view_changes::move_to_tables, frame::levels,
+    frame::state::SYSRET_FLAGS, frame::words::*,
 };
 
 /// Emits SYSCALL and SYSRETQ, which go on with the view that the same change of the level led to before. Other cases go to
@@ -25,10 +22,7 @@ fn find_change(a: &mut Asm) -> Vec<usize> {
         a.alu(wide, Alu::Cmp, RDX, at(RAX, entry));
         unknown.push(a.jcc(cc::NE));
     };
-    a.imul(false, RAX, TLB, HASH.cast_signed());
-    a.shift(false, 5, RAX, (u32::BITS - BITS) as u8);
-    a.shift(false, 4, RAX, levels::SHIFT);
-    a.alu(true, Alu::Add, RAX, gs(LEVELS));
+    find_entry(a, TLB, LEVELS);
     a.mov(RDX, TLB);
     differs(a, true, levels::FROM);
     a.load(RDX, gs(KEY));

@@ -4,7 +4,8 @@ use mmu::{SwitchEpochs, compared};
 
 use crate::{
     asm::*,
-    frame::switches::{self, BITS, HASH},
+    frame::entries::{BITS, HASH, SHIFT},
+    frame::switches,
     frame::words::*,
     ir::mode::Mode,
 };
@@ -12,6 +13,14 @@ use crate::{
 /// Emits the barrier that a serialising instruction is (SDM vol. 3, 9.3): `lock or dword [rsp], 0`. Changes flags.
 pub(super) fn serialize(a: &mut Asm) {
     a.bytes(&[0xf0, 0x83, 0x0c, 0x24, 0x00]);
+}
+
+/// Makes rax the address of the entry for `by` in the table whose address is in the word `table`.
+pub(super) fn find_entry(a: &mut Asm, by: Reg, table: usize) {
+    a.imul(false, RAX, by, HASH.cast_signed());
+    a.shift(false, 5, RAX, (u32::BITS - BITS) as u8);
+    a.shift(false, 4, RAX, SHIFT);
+    a.alu(true, Alu::Add, RAX, gs(table));
 }
 
 /// Emits a load of CR3 with r14 that goes on with the tables that the same load led to before, if nothing has changed
@@ -24,10 +33,7 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.store(gs(WANTED_ROOT), S0);
     push(a, RAX);
     push(a, RCX);
-    a.imul(false, RAX, S0, HASH.cast_signed());
-    a.shift(false, 5, RAX, (u32::BITS - BITS) as u8);
-    a.shift(false, 4, RAX, switches::SHIFT);
-    a.alu(true, Alu::Add, RAX, gs(SWITCHES));
+    find_entry(a, S0, SWITCHES);
     let mut unknown = Vec::new();
     a.alu(true, Alu::Cmp, S0, at(RAX, switches::VALUE));
     unknown.push(a.jcc(cc::NE));

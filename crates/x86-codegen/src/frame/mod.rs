@@ -1,5 +1,6 @@
 //! What generated code and Rust both read and write: the vCPU's state as generated code addresses it, and why it is left.
 
+pub mod entries;
 pub mod exit;
 pub mod keys;
 pub mod levels;

@@ -7,15 +7,11 @@
 
 use core::mem::offset_of;
 
-/// Number of entries; [`place`] selects one.
-pub(crate) const LEN: usize = 256;
-/// Multiplier of the lower half of CR3. The upper [`BITS`] bits of the product are the entry's index.
-pub(crate) const HASH: u32 = 0x9e37_79b1;
-pub(crate) const BITS: u32 = LEN.trailing_zeros();
+use super::entries::Entry;
 
 /// An entry, as generated code reads it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Switch {
     /// The value that is loaded, bit 63 included: without it, the load flushes. 0: no entry.
     pub value: u64,
@@ -44,58 +40,9 @@ pub(crate) const TABLES: i32 = offset_of!(Switch, tables) as i32;
 pub(crate) const KEY: i32 = offset_of!(Switch, key) as i32;
 pub(crate) const SALT: i32 = offset_of!(Switch, salt) as i32;
 pub(crate) const NUMBER: i32 = offset_of!(Switch, number) as i32;
-/// log2 of an entry's size.
-pub(crate) const SHIFT: u8 = 6;
-const _: () = assert!(size_of::<Switch>() == 1 << SHIFT);
 
-const NONE: Switch = Switch {
-    value: 0,
-    epoch: 0,
-    view: 0,
-    kept: 0,
-    tables: 0,
-    key: 0,
-    salt: 0,
-    number: 0,
-};
-
-fn place(value: u64) -> usize {
-    ((value as u32).wrapping_mul(HASH) >> (32 - BITS)) as usize
-}
-
-/// All entries of a vCPU. They do not move in memory.
-#[derive(Debug)]
-pub struct Switches {
-    all: Box<[Switch; LEN]>,
-    is_used: bool,
-}
-
-impl Default for Switches {
-    /// Makes a table without loads of CR3.
-    fn default() -> Self {
-        Self {
-            all: Box::new([NONE; LEN]),
-            is_used: false,
-        }
-    }
-}
-
-impl Switches {
-    /// Returns the table's address, for generated code.
-    pub fn address(&self) -> u64 {
-        self.all.as_ptr() as u64
-    }
-
-    /// Enters a load, in the place of another one if need be.
-    pub fn set(&mut self, switch: Switch) {
-        self.is_used = true;
-        self.all[place(switch.value)] = switch;
-    }
-
-    /// Forgets all loads.
-    pub fn clear(&mut self) {
-        if core::mem::take(&mut self.is_used) {
-            self.all.fill(NONE);
-        }
+impl Entry for Switch {
+    fn by(&self) -> u64 {
+        self.value
     }
 }

@@ -42,8 +42,8 @@ use crate::{
     runtime::stats::Stats,
 };
 use x86_codegen::{
-    asm::Isa, codegen::Translator, frame::exit::Left, frame::keys::Keys,
-    frame::levels::LevelChanges, frame::switches::Switches, ir::cause::Cause, ir::decoded::Decoded,
+    asm::Isa, codegen::Translator, frame::entries::Entries, frame::exit::Left, frame::keys::Keys,
+    frame::levels::LevelChange, frame::switches::Switch, ir::cause::Cause, ir::decoded::Decoded,
     ir::lowering::Forms, ir::mode::Mode, plan::groups::Groups,
 };
 
@@ -127,9 +127,9 @@ pub(crate) struct Session<B: JitBus> {
     /// Target keys that generated code changes to by itself.
     pub(crate) keys: Keys,
     /// Loads of CR3 that generated code makes by itself.
-    pub(crate) switches: Switches,
+    pub(crate) switches: Entries<Switch>,
     /// Changes of the privilege level that generated code makes by itself.
-    pub(crate) levels: LevelChanges,
+    pub(crate) levels: Entries<LevelChange>,
 }
 
 /// What tests disturb.
@@ -202,8 +202,8 @@ impl<B: JitBus> Jit<B> {
                 breakpoints: Breakpoints::default(),
                 views_made: 0,
                 keys: Keys::default(),
-                switches: Switches::default(),
-                levels: LevelChanges::default(),
+                switches: Entries::default(),
+                levels: Entries::default(),
             },
             disturbance: Disturbance {
                 flush_every: 0,
