@@ -4,8 +4,13 @@ use mmu::SwitchEpochs;
 use x86_defs::{reg, rflags, segment::Attr};
 
 use crate::{
-    asm::*, codegen::switches::find_entry, codegen::view_changes::move_to_tables, frame::levels,
-    frame::state::SYSRET_FLAGS, frame::words::*,
+    asm::*,
+    codegen::switches::{become_key, find_entry},
+    codegen::system::load_flags,
+    codegen::view_changes::move_to_tables,
+    frame::levels,
+    frame::state::SYSRET_FLAGS,
+    frame::words::*,
 };
 
 /// Emits SYSCALL and SYSRETQ, which go on with the view that the same change of the level led to before. Other cases go to
@@ -73,12 +78,7 @@ fn go_on(a: &mut Asm) {
     move_to_tables(a, IS_OTHER_VIEW);
     a.load(S0, at(RAX, levels::KEY));
     a.store(gs(KEY), S0);
-    a.load(S0, at(RAX, levels::SALT));
-    a.store(gs(SALT), S0);
-    a.store(SHORT_SALT, S0);
-    a.load32(S0, at(RAX, levels::NUMBER));
-    a.store(gs(NUMBER), S0);
-    a.store32(SHORT_NUMBER, S0);
+    become_key(a, S0, [levels::SALT, levels::NUMBER].map(|n| at(RAX, n)));
 }
 
 /// Ends a trampoline whose branches `unknown` are taken if Rust has to execute the instruction.
@@ -98,16 +98,7 @@ fn system_call(a: &mut Asm, otherwise: usize) -> usize {
     push(a, RDX);
     let mut unknown = find_change(a);
     // All of RFLAGS in r14, and in rdx what is left of them.
-    a.load32(RDX, SHORT_FLAGS);
-    a.mov32(S0, RDX);
-    a.shift(false, 5, S0, 8);
-    a.alu_imm(false, Alu::And, S0, 0xd5);
-    a.alu_imm(false, Alu::And, RDX, 1);
-    a.shift(false, 4, RDX, 11);
-    a.alu_rr(false, Alu::Or, S0, RDX);
-    a.load32(RDX, gs(RFLAGS));
-    a.alu_imm(false, Alu::And, RDX, !((rflags::ARITH | rflags::RF) as i32));
-    a.alu_rr(false, Alu::Or, S0, RDX);
+    load_flags(a, RDX);
     a.load32(RDX, gs(FMASK));
     a.rr(false, &[0xf7], 2, RDX); // not
     a.alu_rr(false, Alu::And, RDX, S0);

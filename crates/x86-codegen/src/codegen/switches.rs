@@ -134,7 +134,7 @@ pub(super) fn become_key(a: &mut Asm, by: Reg, [salt, number]: [Mem; 2]) {
     a.load(by, salt);
     a.store(gs(SALT), by);
     a.store(SHORT_SALT, by);
-    a.load(by, number);
+    a.load32(by, number);
     a.store(gs(NUMBER), by);
     a.store32(SHORT_NUMBER, by);
 }

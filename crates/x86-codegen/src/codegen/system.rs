@@ -137,21 +137,7 @@ impl Translator {
     pub(super) fn pushf(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
-        a.load32(S1, SHORT_FLAGS);
-        a.mov32(S0, S1);
-        a.shift(false, 5, S0, 8);
-        a.alu_imm(false, Alu::And, S0, 0xd5);
-        a.alu_imm(false, Alu::And, S1, 1);
-        a.shift(false, 4, S1, 11);
-        a.alu_rr(false, Alu::Or, S0, S1);
-        a.load32(S1, gs(RFLAGS));
-        a.alu_imm(
-            false,
-            Alu::And,
-            S1,
-            !((rflags::ARITH | rflags::RF | rflags::VM) as i32),
-        );
-        a.alu_rr(false, Alu::Or, S0, S1);
+        load_flags(a, S1);
         a.store(gs(SPILL), S0);
         let word = self.word();
         self.stack_address(d.offset, GUEST_RSP, -word);
@@ -400,6 +386,21 @@ impl Translator {
         a.alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
         a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
     }
+}
+
+/// Makes r14 RFLAGS with RF and VM clear. Arithmetic flags are in memory. Changes `by`, and flags.
+pub(super) fn load_flags(a: &mut Asm, by: Reg) {
+    a.load32(by, SHORT_FLAGS);
+    a.mov32(S0, by);
+    a.shift(false, 5, S0, 8);
+    a.alu_imm(false, Alu::And, S0, 0xd5);
+    a.alu_imm(false, Alu::And, by, 1);
+    a.shift(false, 4, by, 11);
+    a.alu_rr(false, Alu::Or, S0, by);
+    a.load32(by, gs(RFLAGS));
+    let cleared = (rflags::ARITH | rflags::RF | rflags::VM) as i32;
+    a.alu_imm(false, Alu::And, by, !cleared);
+    a.alu_rr(false, Alu::Or, S0, by);
 }
 
 /// Sets RFLAGS.IF. Changes flags.

@@ -9,8 +9,11 @@ use x86_defs::{
 };
 
 use crate::{Jit, JitBus, runtime::state::target_key};
-use x86_codegen::frame::state::{SYSRET_FLAGS, pack, unpack};
-use x86_codegen::{frame::levels::LevelChange, ir::mode::Mode};
+use x86_codegen::{
+    frame::levels::LevelChange,
+    frame::state::{SYSRET_FLAGS, pack, unpack},
+    ir::mode::Mode,
+};
 
 fn load_segments(cpu: &mut CpuState, cs: u16, ss: u16, cpl: u8) {
     let flat = |selector: u16, attr: u32| Segment {
@@ -42,14 +45,16 @@ pub(crate) fn facts(cpu: &CpuState, plain_tsc: bool, follows_levels: bool) -> u6
     bits << 8 | u64::from(cpu.retired.levels)
 }
 
-/// Where a change of the level begins: the tables of the view, and the key.
-pub(crate) type Left = (u64, u64);
-
 impl<B: JitBus> Jit<B> {
-    /// Notes where SYSCALL or SYSRETQ has led to from `left`, so that generated code executes the next one itself.
-    pub(crate) fn note_level_change(&mut self, cpu: &CpuState, bus: &mut B, left: Left) {
+    /// Notes where SYSCALL or SYSRETQ has led to from the view with the tables `from` and the key `from_key`, so that
+    /// generated code executes the next one itself.
+    pub(crate) fn note_level_change(
+        &mut self,
+        cpu: &CpuState,
+        bus: &mut B,
+        (from, from_key): (u64, u64),
+    ) {
         let frame = &cpu.engine;
-        let (from, from_key) = left;
         let counts = |mode: Mode| mode.streams().is_some();
         if frame.log() != 0
             || bus.follows_levels()
