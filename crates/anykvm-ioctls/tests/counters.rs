@@ -353,14 +353,33 @@ fn a_guest_reads_a_counter_in_full_width() {
 
 /// Linux freezes counters in SMM whenever it can, and what is counted is interpreted then.
 #[test]
-fn counters_that_freeze_in_smm_are_not_shown() {
+fn that_counters_can_freeze_in_smm_is_not_shown() {
     let m = Machine::new();
     let vcpu = Vendor::Intel.vcpu(&m, CODE);
-    assert_eq!(msr(&vcpu, PERF_CAPABILITIES) & 1 << 12, 0);
-    assert!(!set_msr(&vcpu, DEBUGCTL, 1 << 14));
-    // A VMM that restores a guest which was shown them may show them again.
+    let shown = msr(&vcpu, PERF_CAPABILITIES);
+    assert_eq!(shown & 1 << 12, 0);
+    assert!(!set_msr(&vcpu, PERF_CAPABILITIES, shown | 1 << 12));
     interpret_counted(&vcpu, true);
     assert_eq!(msr(&vcpu, DEBUGCTL), 1 << 14);
+}
+
+#[test]
+fn capabilities_stay_once_the_vcpu_has_run() {
+    let m = Machine::new();
+    m.load(CODE, |a| a.out(u32::from(PORT), al));
+    let mut vcpu = Vendor::Intel.vcpu(&m, CODE);
+    assert!(set_msr(&vcpu, PERF_CAPABILITIES, 1 << 13));
+    // IA32_ARCH_CAPABILITIES, IA32_BIOS_SIGN_ID.
+    let others = [0x10a, 0x8b].map(|index| (index, msr(&vcpu, index)));
+    finish(&mut vcpu);
+    assert!(!set_msr(&vcpu, PERF_CAPABILITIES, 0));
+    assert!(set_msr(&vcpu, PERF_CAPABILITIES, 1 << 13));
+    assert_eq!(msr(&vcpu, PERF_CAPABILITIES), 1 << 13);
+    let [(capabilities, shown), (microcode, version)] = others;
+    assert!(set_msr(&vcpu, capabilities, shown));
+    assert!(!set_msr(&vcpu, capabilities, shown ^ 1));
+    // Microcode may be loaded while a guest runs.
+    assert!(set_msr(&vcpu, microcode, version + (1 << 32)));
 }
 
 #[test]

@@ -112,10 +112,6 @@ pub(crate) fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
 
 /// Where counters stand still in SMM, the interpreter executes what is counted: the oracle, in the same guest. An Intel's only.
 pub(crate) fn interpret_counted(vcpu: &VcpuFd, interprets: bool) {
-    if interprets {
-        let capabilities = msr(vcpu, PERF_CAPABILITIES) | 1 << 12;
-        assert!(set_msr(vcpu, PERF_CAPABILITIES, capabilities));
-    }
     assert!(set_msr(vcpu, DEBUGCTL, u64::from(interprets) << 14));
 }
 

@@ -1,7 +1,7 @@
 //! How a vCPU uses its performance counters: registers, interrupts, and what the engines are told.
 
 use irqchip::{Accepted, lapic::LocalSource};
-use pmu::{Config, Refused, Tally, Wants};
+use pmu::{Config, Refused, Tally, Vendor, Wants};
 use x86_cpu::{CpuState, Exception, Fault, Retired};
 use x86_defs::{
     msr::*,
@@ -14,12 +14,9 @@ use super::{
 };
 use crate::limits::PERF_CAPABILITIES;
 
-/// IA32_DEBUGCTL.FREEZE_WHILE_SMM, and the capability bit for it.
+/// IA32_DEBUGCTL.FREEZE_WHILE_SMM. It works for guests with Intel's counters, but IA32_PERF_CAPABILITIES does not show
+/// it: Linux would set it whenever it can, and what is counted is interpreted then. KVM does not show it either.
 const FREEZE_WHILE_SMM: u64 = 1 << 14;
-const HAS_FREEZE_WHILE_SMM: u64 = 1 << 12;
-/// What a VMM may set in IA32_PERF_CAPABILITIES. That counters can be frozen in SMM is not shown unless it does: Linux
-/// freezes them whenever it can, and what is counted is interpreted then. KVM does not show it either.
-const SETTABLE_CAPABILITIES: u64 = PERF_CAPABILITIES | HAS_FREEZE_WHILE_SMM;
 /// IA32_PERF_CAPABILITIES.FW_WRITE.
 const FULL_WIDTH: u64 = 1 << 13;
 /// Fewer than this many instructions are interpreted before a counter of cycles interrupts.
@@ -67,6 +64,10 @@ impl Bus {
             0
         }
     }
+    /// True if IA32_DEBUGCTL.FREEZE_WHILE_SMM can be set.
+    fn can_freeze_in_smm(&self) -> bool {
+        self.pmu.state.config().vendor == Vendor::Intel
+    }
     /// Applies the VM's present event filter.
     pub(super) fn follow_filter(&mut self, cpu: &mut CpuState) {
         let (filter, generation) = self.vm.options.event_filter();
@@ -112,14 +113,14 @@ impl Bus {
         host: bool,
     ) -> Option<bool> {
         if index == IA32_PERF_CAPABILITIES {
-            let good = host && value & !SETTABLE_CAPABILITIES == 0;
+            let good = host && value & !PERF_CAPABILITIES == 0;
             if good && value != self.pmu.capabilities {
                 self.pmu.capabilities = value;
                 self.configure_counters(cpu);
             }
             return Some(good);
         }
-        if index == IA32_DEBUGCTL && self.perf_capabilities() & HAS_FREEZE_WHILE_SMM != 0 {
+        if index == IA32_DEBUGCTL && self.can_freeze_in_smm() {
             // LBR and BTF are accepted, as without counters.
             let good = value & !(FREEZE_WHILE_SMM | 3) == 0;
             if good {

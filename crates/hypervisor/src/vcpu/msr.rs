@@ -33,6 +33,15 @@ const fn pv_feature(index: u32) -> Option<u32> {
     })
 }
 
+/// True for the MSRs that describe the CPU and are listed by KVM_GET_MSR_FEATURE_INDEX_LIST. IA32_BIOS_SIGN_ID is not
+/// one of them: microcode may be loaded at any time.
+pub(super) const fn is_feature(index: u32) -> bool {
+    matches!(
+        index,
+        IA32_ARCH_CAPABILITIES | IA32_PERF_CAPABILITIES | AMD64_DE_CFG
+    )
+}
+
 impl Bus {
     /// RDMSR: applies the VMM's filter, reads the register, and asks the VMM about a refused access if it wants to
     /// know.
