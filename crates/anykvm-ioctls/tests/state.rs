@@ -466,6 +466,10 @@ fn debugregs() {
     d.dr7 = 0x401;
     g.vcpu.set_debug_regs(&d).unwrap();
     assert_eq!(g.vcpu.get_debug_regs().unwrap(), d);
+    // As KVM does, without the bits that are always set.
+    (d.dr6, d.dr7) = (0, 13);
+    g.vcpu.set_debug_regs(&d).unwrap();
+    assert_eq!(g.vcpu.get_debug_regs().unwrap(), d);
     d.dr7 |= 1 << 40;
     assert!(g.vcpu.set_debug_regs(&d).is_err());
 }

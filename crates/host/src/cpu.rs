@@ -47,6 +47,20 @@ pub fn prefetch_to_write(address: u64) {
     unsafe { _mm_prefetch::<_MM_HINT_ET0>(address as *const i8) };
 }
 
+/// Empties the x87 registers of this thread, which are MMX registers as well, and makes them zero.
+pub fn clear_x87() {
+    // SAFETY: the registers are empty between functions, and no function expects values there (System V ABI, 3.2.1).
+    // FLDZ does not fault on an empty register, and EMMS leaves all of them empty.
+    unsafe {
+        core::arch::asm!(
+            "fldz", "fldz", "fldz", "fldz", "fldz", "fldz", "fldz", "fldz", "emms",
+            out("st(0)") _, out("st(1)") _, out("st(2)") _, out("st(3)") _,
+            out("st(4)") _, out("st(5)") _, out("st(6)") _, out("st(7)") _,
+            options(nomem, nostack, preserves_flags)
+        );
+    }
+}
+
 /// A full barrier: all processors see earlier stores before a later load is made.
 ///
 /// `fence(SeqCst)` is compiled to MFENCE, which Zen processors execute only once all earlier instructions are complete:

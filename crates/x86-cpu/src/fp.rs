@@ -39,6 +39,10 @@ impl FpState {
     pub fn u16_at(&self, offset: usize) -> u16 {
         u16::from_le_bytes([self.area[offset], self.area[offset + 1]])
     }
+    /// True if a register of the x87's stack has a value, or MMX registers are in use.
+    pub const fn has_x87(&self) -> bool {
+        self.area[xsave::FTW] != 0
+    }
     /// Returns MXCSR.
     pub fn mxcsr(&self) -> u32 {
         let a = &self.area;

@@ -183,6 +183,10 @@ impl Vcpu {
         let question = std::mem::take(&mut inner.question);
         let result = inner.run(&page.input(question, &mut io));
         self.shared.leave();
+        if inner.cpu.fp.has_x87() {
+            // What is left in the host's registers is the guest's.
+            host::cpu::clear_x87();
+        }
         inner.io = Some(io);
         let status = inner.status();
         match result {

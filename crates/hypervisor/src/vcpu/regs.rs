@@ -232,7 +232,7 @@ pub(super) fn set_debugregs(cpu: &mut CpuState, r: &kvm_debugregs) -> Result<()>
         return Err(Error::InvalidArgument);
     }
     cpu.dr = r.db;
-    cpu.dr6 = r.dr6 | x86_defs::dr::DR6_FIXED1;
-    cpu.dr7 = r.dr7 | x86_defs::dr::DR7_FIXED1;
+    // Bits that are always set are not added, as KVM does not: a VMM reads what it has set.
+    (cpu.dr6, cpu.dr7) = (r.dr6, r.dr7);
     Ok(())
 }

@@ -85,12 +85,13 @@ pub fn decode<B: GuestBus>(
     // The bytes of an instruction are copied together with those behind it, so the array has room for `RAW` more.
     let mut bytes = [0; FETCHED + RAW];
     while decoder.fetch(&mut bytes) == Next::Fetch {}
-    let straddles = decoder.straddles;
+    let mut straddles = decoder.straddles;
     if !decoder.track() {
         out.clear();
         return false;
     }
-    end_whole(out);
+    // Only a last instruction straddles two pages.
+    straddles &= !end_whole(out);
     find_live(out, mode);
     straddles
 }
@@ -329,14 +330,21 @@ pub(crate) fn is_stop(stops: &[u16], offset: u32) -> bool {
     stops.iter().any(|stop| u32::from(*stop) == offset)
 }
 
-/// Leaves STI, or a load of SS, to the interpreter if the block would end with it: nothing may be injected between it
-/// and the next instruction.
-fn end_whole(out: &mut [Decoded]) {
+/// Leaves STI, or a load of SS, to the interpreter if the block would end with it, or if it is before the instruction
+/// that the interpreter executes: nothing may be injected between the two, and a VMM sees that at an exit of the second
+/// one. Returns true if that one is left to the next block.
+fn end_whole(out: &mut Vec<Decoded>) -> bool {
+    let is_split = matches!(&out[..], [.., before, last]
+        if last.kind == Lowering::Interpret && before.holds_events());
+    if is_split {
+        out.pop();
+    }
     if let Some(d) = out.last_mut()
         && d.holds_events()
     {
         d.leave();
     }
+    is_split
 }
 
 /// Where an instruction is that may straddle two pages.
