@@ -180,3 +180,18 @@ fn an_event_is_not_delivered_through_a_device() {
         }
     }
 }
+
+#[test]
+fn a_message_without_a_receiver() {
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    let to = |id: u32| kvm_msi {
+        address_lo: 0xfee0_0000 | id << 12,
+        data: 0x40,
+        ..Default::default()
+    };
+    assert_eq!(vm.signal_msi(to(0)).unwrap_err().errno(), libc::EINVAL);
+    vm.create_irq_chip().unwrap();
+    assert_eq!(vm.signal_msi(to(0)).unwrap_err().errno(), libc::EPERM);
+    let _vcpu = vm.create_vcpu(0).unwrap();
+    assert_eq!(vm.signal_msi(to(7)).unwrap(), 0);
+}

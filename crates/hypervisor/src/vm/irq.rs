@@ -1,7 +1,7 @@
 //! The VM's interrupt calls: irqchip, PIT, routing, lines and MSIs.
 
 use irqchip::{
-    Entry, IoapicState, Msi, Routing,
+    Entry, IoapicState, LapicSet as _, Msi, Routing,
     line::source,
     routing::{MAX_ROUTES, RouteRules},
 };
@@ -59,8 +59,8 @@ impl Vm {
             .with_routing(|chip, lapics| chip.set_gsi(lapics, gsi, source::USERSPACE, level).0)
             .ok_or(Error::NoSuchDevice)
     }
-    /// KVM_SIGNAL_MSI. Returns a positive number if the interrupt was delivered, 0 if the guest blocked it. EINVAL
-    /// without in-kernel LAPICs and for a reserved address.
+    /// KVM_SIGNAL_MSI. Returns a positive number if the interrupt was delivered, 0 if the guest blocked it or has no such
+    /// LAPIC. EINVAL without in-kernel LAPICs and for a reserved address, EPERM before there is a vCPU.
     pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
         if msi.flags & !KVM_MSI_VALID_DEVID != 0 {
             return Err(Error::InvalidArgument);
@@ -73,11 +73,15 @@ impl Vm {
         self.state.note_device_event();
         self.state
             .with_routing(|chip, lapics| {
-                msi.is_valid(chip.x2apic_format)
-                    .then(|| chip.signal_msi(lapics, msi).0)
+                if !msi.is_valid(chip.x2apic_format) {
+                    return Err(Error::InvalidArgument);
+                }
+                if lapics.nr_lapics() == 0 {
+                    return Err(Error::Permission);
+                }
+                Ok(chip.signal_msi(lapics, msi).0.max(0))
             })
-            .flatten()
-            .ok_or(Error::InvalidArgument)
+            .ok_or(Error::InvalidArgument)?
     }
     /// KVM_SET_GSI_ROUTING.
     pub fn set_gsi_routing(&self, routes: &[Route]) -> Result<()> {
