@@ -157,13 +157,13 @@ fn an_eventfd_is_an_irqfd_of_one_vm() {
     assert_eq!(errno(&first), Ok(()));
 }
 
-/// Linux 6.14 on all processors, and before on Intel's: no VMM can answer for an IDT, nor for a stack.
+/// No VMM can answer for an IDT, nor for a stack, while an exception is delivered.
 #[test]
 fn an_event_is_not_delivered_through_a_device() {
     const NOWHERE: u64 = 0x9000;
-    // int3
+    // ud2
     for (idt, rsp) in [(NOWHERE, 0x4000), (guest::RAM + 0x100, NOWHERE + 0x800)] {
-        let mut g = guest::Guest::new(&[0xcc], false);
+        let mut g = guest::Guest::new(&[0x0f, 0x0b], false);
         let mut sregs = g.vcpu.get_sregs().unwrap();
         sregs.idt.base = idt;
         g.vcpu.set_sregs(&sregs).unwrap();
@@ -194,4 +194,31 @@ fn a_message_without_a_receiver() {
     assert_eq!(vm.signal_msi(to(0)).unwrap_err().errno(), libc::EPERM);
     let _vcpu = vm.create_vcpu(0).unwrap();
     assert_eq!(vm.signal_msi(to(7)).unwrap(), 0);
+}
+
+/// As far as KVM emulates real mode: the stack is a device's.
+#[test]
+fn int_n_of_real_mode_is_an_instruction() {
+    const DEVICE: u64 = 0x9000;
+    let mut g = guest::Guest::new(&[0xcd, 0x80], false);
+    let ivt = guest::Ram::new(0x1000);
+    ivt.write(0x80 * 4, &[0x00, 0x18, 0, 0]);
+    guest::add_slot(&g.vm, 1, 0, &ivt, 0);
+    // out 0x81, al
+    g.ram.write(0x800, &[0xe6, 0x81]);
+    let mut regs = g.vcpu.get_regs().unwrap();
+    (regs.rsp, regs.rflags) = (DEVICE + 0x800, 0x202);
+    g.vcpu.set_regs(&regs).unwrap();
+    let pushed: [(u64, u16); 3] = [(0x7fe, 0x202), (0x7fc, 0), (0x7fa, guest::RAM as u16 + 2)];
+    for (at, value) in pushed {
+        match g.vcpu.run().unwrap() {
+            VcpuExit::MmioWrite(gpa, bytes) => {
+                assert_eq!((gpa, bytes), (DEVICE + at, &value.to_le_bytes()[..]));
+            }
+            exit => panic!("{exit:?}"),
+        }
+    }
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::IoOut(0x81, _)));
+    let regs = g.vcpu.get_regs().unwrap();
+    assert_eq!((regs.rsp, regs.rflags & 0x200), (DEVICE + 0x7fa, 0));
 }

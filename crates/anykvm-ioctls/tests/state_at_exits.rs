@@ -65,3 +65,29 @@ fn mmx_registers() {
     assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::Hlt));
     assert_eq!(g.vcpu.get_regs().unwrap().rbx, VALUE);
 }
+
+/// A new vCPU's image, and the components that an image says are in use.
+#[test]
+fn fp_state() {
+    let mut g = Guest::new(&[0xf4], false);
+    let in_use = |g: &Guest| {
+        let image = g.vcpu.get_xsave().unwrap().region;
+        u64::from(image[128]) | u64::from(image[129]) << 32
+    };
+    let new = g.vcpu.get_fpu().unwrap();
+    assert_eq!((new.fcw, new.mxcsr, in_use(&g)), (0x37f, 0x1f80, 0));
+    let mut fpu = new;
+    fpu.xmm[3][0] = 1;
+    g.vcpu.set_fpu(&fpu).unwrap();
+    assert_eq!(in_use(&g), 2);
+    fpu = new;
+    fpu.mxcsr = 0x1f00;
+    g.vcpu.set_fpu(&fpu).unwrap();
+    assert_eq!(in_use(&g), 2);
+    fpu = new;
+    fpu.fcw = 0x27f;
+    g.vcpu.set_fpu(&fpu).unwrap();
+    assert_eq!(in_use(&g), 1);
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::Hlt));
+    assert_eq!(g.vcpu.get_fpu().unwrap(), fpu);
+}

@@ -28,7 +28,8 @@ impl Default for FpState {
         let mut s = Self {
             area: [0; AREA_SIZE],
         };
-        s.area[xsave::FCW..xsave::FCW + 2].copy_from_slice(&xsave::FCW_RESET.to_le_bytes());
+        // As KVM has it; the manual's value after reset is 0x40 (SDM vol. 3, table 10-1).
+        s.area[xsave::FCW..xsave::FCW + 2].copy_from_slice(&xsave::FCW_INIT.to_le_bytes());
         s.set_mxcsr(xsave::MXCSR_DEFAULT);
         s
     }
@@ -57,6 +58,32 @@ impl FpState {
     pub fn set_mxcsr(&mut self, v: u32) {
         self.area[xsave::MXCSR..xsave::MXCSR + 4].copy_from_slice(&v.to_le_bytes());
     }
+    /// Returns which components are not in their initial state (SDM vol. 1, 13.6, XINUSE): X87, SSE and AVX by the first
+    /// `nr_xmm` registers, and of AVX-512's those of `optional`. MXCSR is none of them.
+    pub fn in_use(&self, nr_xmm: usize, optional: u64) -> u64 {
+        use xsave::*;
+        let zero = |from: usize, to: usize| is_zero(&self.area[from..to]);
+        let mut used = 0;
+        if self.u16_at(FCW) != FCW_INIT || !zero(2, 5) || !zero(6, MXCSR) || !zero(ST0, XMM0) {
+            used |= X87;
+        }
+        if !zero(XMM0, XMM0 + 16 * nr_xmm) {
+            used |= SSE;
+        }
+        if !zero(YMM_HI, YMM_HI + 16 * nr_xmm) {
+            used |= AVX;
+        }
+        for (bit, from, to) in [
+            (OPMASK, 1088, 1152),
+            (ZMM_HI256, 1152, 1664),
+            (HI16_ZMM, 1664, 2688),
+        ] {
+            if optional & bit != 0 && !zero(from, to) {
+                used |= bit;
+            }
+        }
+        used
+    }
     /// Returns XMM register `n`, 0 to 15.
     pub fn xmm(&self, n: usize) -> u128 {
         let at = xsave::XMM0 + 16 * (n & 15);
@@ -81,4 +108,13 @@ impl FpState {
         let at = xsave::YMM_HI + 16 * (n & 15);
         self.area[at..at + 16].copy_from_slice(&v.to_le_bytes());
     }
+}
+
+/// True if no bit is set. All bytes are checked, which is faster than stopping at the first.
+fn is_zero(bytes: &[u8]) -> bool {
+    let (words, rest) = bytes.as_chunks::<8>();
+    let any = words
+        .iter()
+        .fold(0, |any, word| any | u64::from_ne_bytes(*word));
+    any == 0 && rest.iter().all(|&b| b == 0)
 }

@@ -44,5 +44,3 @@ pub const YMM_HI: usize = 576;
 pub const MXCSR_DEFAULT: u32 = 0x1f80;
 /// FCW after FNINIT.
 pub const FCW_INIT: u16 = 0x37f;
-/// FCW after reset (SDM vol. 3, table 10-1).
-pub const FCW_RESET: u16 = 0x40;

@@ -54,20 +54,26 @@ pub(super) fn set_fpu(cpu: &mut CpuState, f: &kvm_fpu) {
     }
 }
 
-/// Returns the guest's XSAVE image in the standard format, `len` bytes.
+/// Returns the guest's XSAVE image in the standard format, `len` bytes. XSTATE_BV has the components that are in use,
+/// as XSAVES on a host with KVM stores it.
 pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
     let mut image = vec![0; len];
     let n = len.min(cpu.fp.area.len());
     image[..n].copy_from_slice(&cpu.fp.area[..n]);
-    let components = cpu.features.xcr0 & (xsave::X87 | xsave::SSE | xsave::AVX | xsave::PKRU)
-        | xsave::X87
-        | xsave::SSE;
-    image[xsave::XSTATE_BV..][..8].copy_from_slice(&components.to_le_bytes());
+    let mut used = cpu.fp.in_use(16, 0);
+    if cpu.fp.mxcsr() != xsave::MXCSR_DEFAULT {
+        used |= xsave::SSE;
+    }
+    if cpu.pkru != 0 {
+        used |= xsave::PKRU;
+    }
+    used &= cpu.features.xcr0 | xsave::X87 | xsave::SSE;
+    image[xsave::XSTATE_BV..][..8].copy_from_slice(&used.to_le_bytes());
     image[xsave::XCOMP_BV..xsave::HEADER_END].fill(0);
     image[xsave::MXCSR_MASK..][..4].copy_from_slice(&0x2_ffffu32.to_le_bytes());
     let at = pkru_offset();
     if let Some(place) = image.get_mut(at..at + 4)
-        && components & xsave::PKRU != 0
+        && used & xsave::PKRU != 0
     {
         place.copy_from_slice(&cpu.pkru.to_le_bytes());
     }

@@ -305,19 +305,10 @@ impl Vcpu {
         }
         Ok(entries.len())
     }
-    /// KVM_SET_MSRS: stores in order; returns how many could be stored. Once the vCPU has run, an MSR that describes the
-    /// CPU can only be set to the value that it has.
+    /// KVM_SET_MSRS: stores in order; returns how many could be stored.
     pub fn set_msrs(&self, entries: &[kvm_msr_entry]) -> Result<usize> {
         let inner = &mut *self.lock();
-        Ok(entries
-            .iter()
-            .take_while(|e| {
-                if inner.has_run && msr::is_feature(e.index) {
-                    return inner.bus.msr(&mut inner.cpu, e.index, true) == Some(e.data);
-                }
-                inner.bus.set_msr(&mut inner.cpu, e.index, e.data, true)
-            })
-            .count())
+        Ok(entries.iter().take_while(|e| inner.store_msr(e)).count())
     }
     /// KVM_GET_CPUID2.
     pub fn get_cpuid2(&self) -> Result<Vec<kvm_cpuid_entry2>> {

@@ -3,7 +3,7 @@
 
 use kvm_bindings::{
     KVM_MSR_EXIT_REASON_FILTER, KVM_MSR_EXIT_REASON_INVAL, KVM_MSR_EXIT_REASON_UNKNOWN,
-    KVM_MSR_FILTER_READ, KVM_MSR_FILTER_WRITE,
+    KVM_MSR_FILTER_READ, KVM_MSR_FILTER_WRITE, kvm_msr_entry,
 };
 use x86_cpu::{
     CpuState, Exception, Fault, Flush, GuestBus,
@@ -11,7 +11,7 @@ use x86_cpu::{
 };
 use x86_defs::msr::*;
 
-use super::{bus::Bus, replay::DeviceAccess};
+use super::{Inner, bus::Bus, replay::DeviceAccess};
 use crate::Exit;
 
 /// IA32_APIC_BASE: BSP, x2APIC enable, enable and the address field.
@@ -35,11 +35,23 @@ const fn pv_feature(index: u32) -> Option<u32> {
 
 /// True for the MSRs that describe the CPU and are listed by KVM_GET_MSR_FEATURE_INDEX_LIST. IA32_BIOS_SIGN_ID is not
 /// one of them: microcode may be loaded at any time.
-pub(super) const fn is_feature(index: u32) -> bool {
+const fn is_feature(index: u32) -> bool {
     matches!(
         index,
         IA32_ARCH_CAPABILITIES | IA32_PERF_CAPABILITIES | AMD64_DE_CFG
     )
+}
+
+impl Inner {
+    /// KVM_SET_MSRS of one register; false if it or the value is refused. Once the vCPU has run, an MSR that describes
+    /// the CPU can only be set to the value that it has.
+    pub(super) fn store_msr(&mut self, e: &kvm_msr_entry) -> bool {
+        let (bus, cpu) = (&mut self.bus, &mut self.cpu);
+        if self.has_run && is_feature(e.index) {
+            return bus.msr(cpu, e.index, true) == Some(e.data);
+        }
+        bus.set_msr(cpu, e.index, e.data, true)
+    }
 }
 
 impl Bus {

@@ -82,7 +82,10 @@ pub(crate) fn event<B: GuestBus>(ex: &mut Exec<'_, B>, event: Event) -> Result<(
                     ex.cpu.dr6,
                     ex.cpu.dr7,
                 ) = saved;
-                if matches!(stop, Stop::Exit) {
+                // INT n of real mode is an instruction like others, which is executed again with the VMM's answers.
+                let is_instruction =
+                    matches!(event, Event::Software { .. }) && !ex.cpu.is_protected();
+                if matches!(stop, Stop::Exit) && !is_instruction {
                     ex.bus.delivery_stopped(ex.cpu);
                 }
                 return Err(stop);

@@ -228,15 +228,6 @@ fn bits(mut mask: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// True if no bit is set. All bytes are checked, which is faster than stopping at the first.
-fn is_zero(bytes: &[u8]) -> bool {
-    let (words, rest) = bytes.as_chunks::<8>();
-    let any = words
-        .iter()
-        .fold(0, |any, word| any | u64::from_ne_bytes(*word));
-    any == 0 && rest.iter().all(|&b| b == 0)
-}
-
 /// Returns the contents of an extended component, which has `size` bytes.
 fn component(cpu: &CpuState, p: &ComponentPlace) -> [u8; 1024] {
     let mut b = [0; 1024];
@@ -264,26 +255,8 @@ fn set_component(cpu: &mut CpuState, p: &ComponentPlace, b: &[u8]) {
 
 /// Returns XINUSE: the components that are not in their initial state (SDM vol. 1, 13.6).
 pub(super) fn in_use(cpu: &CpuState) -> u64 {
-    let zero = |from: usize, to: usize| is_zero(&cpu.fp.area[from..to]);
-    let mut used = 0;
-    if cpu.fp.u16_at(FCW) != FCW_INIT || !zero(2, 5) || !zero(6, MXCSR) || !zero(ST0, XMM0) {
-        used |= X87;
-    }
-    if !zero(XMM0, XMM0 + 16 * nr_xmm(cpu)) {
-        used |= SSE;
-    }
-    if !zero(YMM_HI, YMM_HI + 16 * nr_xmm(cpu)) {
-        used |= x86_defs::xsave::AVX;
-    }
-    for (bit, from, to) in [
-        (OPMASK, 1088, 1152),
-        (ZMM_HI256, 1152, 1664),
-        (HI16_ZMM, 1664, 2688),
-    ] {
-        if cpu.xcr0 & bit != 0 && !zero(from, to) {
-            used |= bit;
-        }
-    }
+    let optional = cpu.xcr0 & (OPMASK | ZMM_HI256 | HI16_ZMM);
+    let mut used = cpu.fp.in_use(nr_xmm(cpu), optional);
     if cpu.pkru != 0 {
         used |= PKRU;
     }
