@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
 };
 
 use crate::{service_thread::FILES, system};
@@ -10,6 +10,32 @@ use crate::{service_thread::FILES, system};
 /// A non-blocking eventfd.
 #[derive(Debug)]
 pub struct EventFd(OwnedFd);
+
+/// The lowest number of a duplicate, if the process may have so many.
+const HIGH: RawFd = 512;
+
+/// EINVAL if `fd` is another file than an eventfd. Without /proc the file's type is unknown; later writes will fail.
+fn check(fd: RawFd) -> io::Result<()> {
+    let path = format!("/proc/self/fd/{fd}");
+    let Some(Ok(to)) = FILES.pass(|| std::fs::read_link(path)) else {
+        return Ok(());
+    };
+    match to.to_str() {
+        Some("anon_inode:[eventfd]") => Ok(()),
+        // A file that [`EventFd::id`] reads on another thread, by a number that the process has closed.
+        Some(to) if to.starts_with("/proc/") && to.contains("/fdinfo/") => {
+            Err(io::Error::from_raw_os_error(libc::EBADF))
+        }
+        _ => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+    }
+}
+
+/// Duplicates `fd` by the first free number from `lowest` on.
+fn duplicate_from(fd: RawFd, lowest: RawFd) -> io::Result<OwnedFd> {
+    let arguments = [fd as usize, libc::F_DUPFD_CLOEXEC as usize, lowest as usize];
+    // SAFETY: duplicating checks that `fd` is open and touches no memory. Nobody else owns the new number.
+    unsafe { system::open(libc::SYS_fcntl, arguments) }
+}
 
 impl EventFd {
     /// Creates a non-blocking, close-on-exec eventfd with the given count.
@@ -31,32 +57,13 @@ impl EventFd {
     /// # Errors
     /// `EBADF` if `fd` is not open; `EINVAL` if it is no eventfd.
     pub fn duplicate(fd: RawFd) -> io::Result<Self> {
-        // Without /proc the file's type is unknown; later writes will fail.
-        let is_other = |fd| {
-            let path = format!("/proc/self/fd/{fd}");
-            let link = FILES.pass(|| std::fs::read_link(path));
-            let link = link.and_then(Result::ok);
-            link.is_some_and(|to| to.as_os_str() != "anon_inode:[eventfd]")
-        };
-        let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
         // Checked before duplicating, because other threads would see a second descriptor of some other file.
-        if is_other(fd) {
-            return Err(invalid());
-        }
-        // SAFETY: duplicating checks that `fd` is open and touches no memory.
-        let new = unsafe {
-            system::call(
-                libc::SYS_fcntl,
-                [fd as usize, libc::F_DUPFD_CLOEXEC as usize, 0],
-            )? as RawFd
-        };
-        // SAFETY: the kernel has just given us this fd.
-        let fd = unsafe { OwnedFd::from_raw_fd(new) };
+        check(fd)?;
+        // Numbers that the process closes and opens all the time are left to the process.
+        let new = duplicate_from(fd, HIGH).or_else(|_| duplicate_from(fd, 0))?;
         // Checked again afterwards, because the number may have become another file's.
-        if is_other(new) {
-            return Err(invalid());
-        }
-        Ok(Self(fd))
+        check(new.as_raw_fd())?;
+        Ok(Self(new))
     }
 
     /// Returns the number that identifies the counter on the host, whatever descriptor refers to it; `None` if /proc

@@ -191,8 +191,8 @@ impl Default for CpuState {
             msr: Msrs {
                 pat: 0x0007_0406_0007_0406,
                 smbase: 0x30000,
-                // Fast strings; neither branch traces nor precise event sampling.
-                misc_enable: 1 | 1 << 11 | 1 << 12,
+                // Neither branch traces nor precise event sampling. A VMM enables fast strings.
+                misc_enable: 1 << 11 | 1 << 12,
                 // KVM's value for Intel; a VMM overwrites it on AMD.
                 ucode_rev: 0x1_0000_0000,
                 // Maximum turbo ratio 1 and CPUID faulting, as KVM reports it by default.

@@ -63,8 +63,10 @@ pub fn host_write(cpu: &mut CpuState, index: u32, value: u64) -> MsrWrite {
 
 /// IA32_MTRRCAP: write-combining, fixed ranges, eight variable ranges.
 const MTRRCAP: u64 = 1 << 10 | 1 << 8 | 8;
-/// IA32_MISC_ENABLE bits that only the host may change: EMON, BTS and PEBS unavailable.
-const MISC_ENABLE_RO: u64 = 1 << 7 | 1 << 11 | 1 << 12;
+/// IA32_MISC_ENABLE bits that only the host may change: BTS and PEBS unavailable.
+const MISC_ENABLE_RO: u64 = 1 << 11 | 1 << 12;
+/// IA32_MISC_ENABLE.EMON, which keeps its value when a guest writes another.
+const MISC_ENABLE_EMON: u64 = 1 << 7;
 /// IA32_DEBUGCTL: LBR and BTF, which KVM accepts and drops where it has no LBRs.
 const DEBUGCTL_IGNORED: u64 = 3;
 /// AMD64_DE_CFG: LFENCE is dispatch-serializing.
@@ -185,6 +187,14 @@ fn write_is_ignored(index: u32) -> bool {
 fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
     let host = origin == Origin::Host;
     let f = cpu.features;
+    let value = match index {
+        // AMD's processors have no 64-bit SYSENTER.
+        IA32_SYSENTER_ESP | IA32_SYSENTER_EIP if f.has(Feature::Amd) => value & 0xffff_ffff,
+        IA32_MISC_ENABLE if !host => {
+            value & !MISC_ENABLE_EMON | cpu.msr.misc_enable & MISC_ENABLE_EMON
+        }
+        _ => value,
+    };
     // Each arm yields whether the value is good; the slot is written at the end.
     let canonical = cpu.is_canonical(value);
     let (good, slot): (bool, &mut u64) = match index {

@@ -143,6 +143,16 @@ fn host_may_do_what_the_guest_may_not() {
 }
 
 #[test]
+fn emon_keeps_its_value() {
+    let mut c = cpu(LONG);
+    let before = read(&c, IA32_MISC_ENABLE).unwrap_or_default();
+    assert_eq!(before, 1 << 11 | 1 << 12);
+    let asked = before | 1 | 1 << 7;
+    assert_eq!(write(&mut c, IA32_MISC_ENABLE, asked), MsrWrite::Done);
+    assert_eq!(read(&c, IA32_MISC_ENABLE), Some(before | 1));
+}
+
+#[test]
 fn vendors_differ() {
     let mut intel = cpu(&[Feature::Rdtscp]);
     let mut amd = cpu(&[Feature::Rdtscp, Feature::Amd]);
@@ -152,6 +162,12 @@ fn vendors_differ() {
     );
     assert_eq!(write(&mut amd, IA32_TSC_AUX, 1 << 32 | 1), MsrWrite::Done);
     assert_eq!(read(&amd, IA32_TSC_AUX), Some(1));
+    for index in [IA32_SYSENTER_ESP, IA32_SYSENTER_EIP] {
+        let value = 1 << 63 | 0x1234;
+        assert_eq!(write(&mut intel, index, value), MsrWrite::Rejected);
+        assert_eq!(write(&mut amd, index, value), MsrWrite::Done);
+        assert_eq!(read(&amd, index), Some(0x1234));
+    }
     assert_eq!(write(&mut amd, AMD64_DE_CFG, 2), MsrWrite::Done);
     assert_eq!(write(&mut intel, AMD64_DE_CFG, 2), MsrWrite::Unknown);
     assert_eq!(read(&intel, IA32_FEATURE_CONTROL), Some(0));

@@ -14,6 +14,7 @@
 //! Lock order: an irqfd's gate, then the irqchip, then the list.
 
 use std::{
+    collections::HashMap,
     os::fd::AsRawFd,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
@@ -220,9 +221,13 @@ impl VmState {
         list.irqfds.push(Arc::clone(&irqfd));
         // An earlier signal counts: an entry that is ready when it is added is reported.
         let added = set.add(irqfd.fd, irqfd.token, Trigger::Edge);
-        if added.is_err() {
+        let is_same = || open(args.fd).is_ok_and(|now| Identity::of(&now, irqfd.fd).is(id));
+        if added.is_err() || !is_same() {
+            // The VMM has meanwhile closed the descriptor, or made it another file, which may be the one that was added.
+            if added.is_ok() {
+                let _ = set.remove(irqfd.fd);
+            }
             list.irqfds.pop();
-            // The VMM has meanwhile closed the descriptor, or made it another file.
             return Err(Error::BadFd);
         }
         direct::insert(self, &irqfd);
@@ -232,18 +237,19 @@ impl VmState {
     fn remove_irqfd(&self, id: Identity, gsi: u32) {
         let irqfds = &self.irqfds;
         let mut removed = Vec::new();
-        locked(&irqfds.list).irqfds.retain(|i| {
+        let mut list = locked(&irqfds.list);
+        list.irqfds.retain(|i| {
             let is_meant = i.id.is(id) && i.gsi == gsi;
             if is_meant {
+                // In the same critical section: who assigns the eventfd anew may not find its entry. If the VMM refers to
+                // the eventfd by another number now, the entry vanishes with the eventfd.
+                let _ = irqfds.set().map(|set| set.remove(i.fd));
                 removed.push(Arc::clone(i));
             }
             !is_meant
         });
+        drop(list);
         for irqfd in removed {
-            if let Some(set) = irqfds.set() {
-                // If the VMM refers to the eventfd by another number now, the entry vanishes with the eventfd.
-                let _ = set.remove(irqfd.fd);
-            }
             direct::remove(&irqfd);
             irqfd.close(self);
         }
@@ -288,10 +294,13 @@ impl Irqfds {
     fn sweep(&self) {
         let Some(set) = self.set() else { return };
         let irqfds = locked(&self.list).irqfds.clone();
+        // Which irqfd a number belongs to: the last one, if the VMM has given it to several eventfds.
+        let owners: HashMap<i32, u64> = irqfds.iter().map(|i| (i.fd, i.token)).collect();
         let mut orphans = Vec::new();
         for irqfd in irqfds {
             // The set identifies an entry by file and number: another file with the same number is another entry.
-            if set.renew(irqfd.fd, irqfd.token, Trigger::Edge).is_err() {
+            let is_owner = owners.get(&irqfd.fd) == Some(&irqfd.token);
+            if !is_owner || set.renew(irqfd.fd, irqfd.token, Trigger::Edge).is_err() {
                 direct::remove(&irqfd);
                 locked(&irqfd.gate).event = None;
                 orphans.push(irqfd.token);
