@@ -184,17 +184,23 @@ fn write_is_ignored(index: u32) -> bool {
         )
 }
 
+/// Returns the value that is stored when `value` is written: some bits do not follow.
+fn kept(cpu: &CpuState, index: u32, value: u64, host: bool) -> u64 {
+    let emon = MISC_ENABLE_EMON;
+    match index {
+        // AMD's processors have no 64-bit SYSENTER.
+        IA32_SYSENTER_ESP | IA32_SYSENTER_EIP if cpu.features.has(Feature::Amd) => {
+            value & 0xffff_ffff
+        }
+        IA32_MISC_ENABLE if !host => value & !emon | cpu.msr.misc_enable & emon,
+        _ => value,
+    }
+}
+
 fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
     let host = origin == Origin::Host;
     let f = cpu.features;
-    let value = match index {
-        // AMD's processors have no 64-bit SYSENTER.
-        IA32_SYSENTER_ESP | IA32_SYSENTER_EIP if f.has(Feature::Amd) => value & 0xffff_ffff,
-        IA32_MISC_ENABLE if !host => {
-            value & !MISC_ENABLE_EMON | cpu.msr.misc_enable & MISC_ENABLE_EMON
-        }
-        _ => value,
-    };
+    let value = kept(cpu, index, value, host);
     // Each arm yields whether the value is good; the slot is written at the end.
     let canonical = cpu.is_canonical(value);
     let (good, slot): (bool, &mut u64) = match index {

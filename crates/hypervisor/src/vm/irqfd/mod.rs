@@ -14,7 +14,7 @@
 //! Lock order: an irqfd's gate, then the irqchip, then the list.
 
 use std::{
-    collections::HashMap,
+    collections::BTreeMap,
     os::fd::AsRawFd,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
@@ -294,8 +294,9 @@ impl Irqfds {
     fn sweep(&self) {
         let Some(set) = self.set() else { return };
         let irqfds = locked(&self.list).irqfds.clone();
-        // Which irqfd a number belongs to: the last one, if the VMM has given it to several eventfds.
-        let owners: HashMap<i32, u64> = irqfds.iter().map(|i| (i.fd, i.token)).collect();
+        // Which irqfd a number belongs to: the last one, if the VMM has given it to several eventfds. Not a HashMap: it asks
+        // for random numbers, which a filter may forbid.
+        let owners: BTreeMap<i32, u64> = irqfds.iter().map(|i| (i.fd, i.token)).collect();
         let mut orphans = Vec::new();
         for irqfd in irqfds {
             // The set identifies an entry by file and number: another file with the same number is another entry.
