@@ -193,8 +193,6 @@ impl Default for CpuState {
                 smbase: 0x30000,
                 // Neither branch traces nor precise event sampling. A VMM enables fast strings.
                 misc_enable: 1 << 11 | 1 << 12,
-                // KVM's value for Intel; a VMM overwrites it on AMD.
-                ucode_rev: 0x1_0000_0000,
                 // Maximum turbo ratio 1 and CPUID faulting, as KVM reports it by default.
                 platform_info: crate::msrs::PLATFORM_INFO_CPUID_FAULT,
                 ..Msrs::default()

@@ -113,6 +113,15 @@ pub fn msr_feature_index_list() -> Vec<u32> {
     list
 }
 
+/// IA32_BIOS_SIGN_ID of a new vCPU, as KVM has it.
+pub(crate) fn microcode() -> u64 {
+    if super::is_amd() {
+        0x0100_0065
+    } else {
+        0x1_0000_0000
+    }
+}
+
 /// KVM_GET_MSRS on the system fd: a feature MSR's value.
 pub fn feature_msr(index: u32) -> Option<u64> {
     match index {
@@ -121,7 +130,7 @@ pub fn feature_msr(index: u32) -> Option<u64> {
         AMD64_DE_CFG if super::is_amd() => Some(1 << 1),
         IA32_PERF_CAPABILITIES if super::is_amd() => Some(0),
         IA32_PERF_CAPABILITIES => Some(PERF_CAPABILITIES),
-        IA32_BIOS_SIGN_ID => Some(0x1_0000_0000),
+        IA32_BIOS_SIGN_ID => Some(microcode()),
         _ => None,
     }
 }

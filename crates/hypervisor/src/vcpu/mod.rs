@@ -99,6 +99,7 @@ impl Vcpu {
         let mut cpu = Box::<CpuState>::default();
         cpu.features = cpuid::features(&[]);
         cpu.msr.arch_capabilities = crate::system::Speculation::here().arch_capabilities;
+        cpu.msr.ucode_rev = crate::system::microcode();
         let jit = engine::translator(&vm.engine, vm.small_memory());
         if let Some(jit) = &jit {
             // The service thread gives the code huge pages. Without it, code stays in small pages.
