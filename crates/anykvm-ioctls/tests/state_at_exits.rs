@@ -11,7 +11,6 @@ use kvm_bindings::*;
 /// An instruction that waits for the VMM has not been executed: the shadow of the one before it is still there.
 #[test]
 fn interrupt_shadows() {
-    // mov ax, ss; then what makes the shadow; out 0x80, al; out 0x81, al; hlt
     const STI: u8 = KVM_X86_SHADOW_INT_STI as u8;
     const MOV_SS: u8 = KVM_X86_SHADOW_INT_MOV_SS as u8;
     let cases: [(&str, &[u8], u8); 5] = [
@@ -22,6 +21,7 @@ fn interrupt_shadows() {
         ("sti; nop", &[0xfa, 0xfb, 0x90], 0),
     ];
     for (name, makes, shadow) in cases {
+        // mov ax, ss; then what makes the shadow; out 0x80, al; out 0x81, al; hlt
         let end = [0xe6, 0x80, 0xe6, 0x81, 0xf4];
         let code = [&[0x8c, 0xd0], makes, &end].concat();
         let mut g = Guest::new(&code, false);

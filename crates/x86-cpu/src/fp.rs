@@ -2,6 +2,8 @@
 
 use x86_defs::xsave;
 
+use crate::CpuState;
+
 /// Size of the image in bytes: up to and including PKRU's component with AVX-512.
 pub const AREA_SIZE: usize = 2816;
 
@@ -58,32 +60,6 @@ impl FpState {
     pub fn set_mxcsr(&mut self, v: u32) {
         self.area[xsave::MXCSR..xsave::MXCSR + 4].copy_from_slice(&v.to_le_bytes());
     }
-    /// Returns which components are not in their initial state (SDM vol. 1, 13.6, XINUSE): X87, SSE and AVX by the first
-    /// `nr_xmm` registers, and of AVX-512's those of `optional`. MXCSR is none of them.
-    pub fn in_use(&self, nr_xmm: usize, optional: u64) -> u64 {
-        use xsave::*;
-        let zero = |from: usize, to: usize| is_zero(&self.area[from..to]);
-        let mut used = 0;
-        if self.u16_at(FCW) != FCW_INIT || !zero(2, 5) || !zero(6, MXCSR) || !zero(ST0, XMM0) {
-            used |= X87;
-        }
-        if !zero(XMM0, XMM0 + 16 * nr_xmm) {
-            used |= SSE;
-        }
-        if !zero(YMM_HI, YMM_HI + 16 * nr_xmm) {
-            used |= AVX;
-        }
-        for (bit, from, to) in [
-            (OPMASK, 1088, 1152),
-            (ZMM_HI256, 1152, 1664),
-            (HI16_ZMM, 1664, 2688),
-        ] {
-            if optional & bit != 0 && !zero(from, to) {
-                used |= bit;
-            }
-        }
-        used
-    }
     /// Returns XMM register `n`, 0 to 15.
     pub fn xmm(&self, n: usize) -> u128 {
         let at = xsave::XMM0 + 16 * (n & 15);
@@ -107,6 +83,39 @@ impl FpState {
     pub fn set_ymm_hi(&mut self, n: usize, v: u128) {
         let at = xsave::YMM_HI + 16 * (n & 15);
         self.area[at..at + 16].copy_from_slice(&v.to_le_bytes());
+    }
+}
+
+impl CpuState {
+    /// Returns XINUSE: the components that are not in their initial state (SDM vol. 1, 13.6), by the first `nr_xmm` vector
+    /// registers. MXCSR does not count.
+    pub fn in_use(&self, nr_xmm: usize) -> u64 {
+        use xsave::*;
+        let fp = &self.fp;
+        let zero = |from: usize, to: usize| is_zero(&fp.area[from..to]);
+        let mut used = 0;
+        if fp.u16_at(FCW) != FCW_INIT || !zero(2, 5) || !zero(6, MXCSR) || !zero(ST0, XMM0) {
+            used |= X87;
+        }
+        if !zero(XMM0, XMM0 + 16 * nr_xmm) {
+            used |= SSE;
+        }
+        if !zero(YMM_HI, YMM_HI + 16 * nr_xmm) {
+            used |= AVX;
+        }
+        for (bit, from, to) in [
+            (OPMASK, 1088, 1152),
+            (ZMM_HI256, 1152, 1664),
+            (HI16_ZMM, 1664, 2688),
+        ] {
+            if self.xcr0 & bit != 0 && !zero(from, to) {
+                used |= bit;
+            }
+        }
+        if self.pkru != 0 {
+            used |= PKRU;
+        }
+        used
     }
 }
 

@@ -13,7 +13,7 @@ pub use caps::{check_extension, mce_cap_supported};
 pub use cpuid::{emulated_cpuid, pkru_offset, signature, supported_cpuid};
 pub use host_leaves::is_amd;
 pub use hv_cpuid::supported_hv_cpuid;
-pub(crate) use msr_list::microcode;
 pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
+pub(crate) use msr_list::{is_fixed_feature, microcode};
 pub(crate) use speculation::Speculation;
 pub use speculation::note_host;

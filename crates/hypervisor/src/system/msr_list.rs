@@ -100,17 +100,23 @@ fn performance_counters(is_amd: bool) -> Vec<u32> {
     list
 }
 
+/// The MSRs that describe the CPU. The last one is AMD's.
+const FEATURES: [u32; 4] = [
+    IA32_ARCH_CAPABILITIES,
+    IA32_PERF_CAPABILITIES,
+    IA32_BIOS_SIGN_ID,
+    AMD64_DE_CFG,
+];
+
 /// KVM_GET_MSR_FEATURE_INDEX_LIST.
 pub fn msr_feature_index_list() -> Vec<u32> {
-    let mut list = vec![
-        IA32_ARCH_CAPABILITIES,
-        IA32_PERF_CAPABILITIES,
-        IA32_BIOS_SIGN_ID,
-    ];
-    if super::is_amd() {
-        list.push(AMD64_DE_CFG);
-    }
-    list
+    let is_here = |index: &u32| *index != AMD64_DE_CFG || super::is_amd();
+    FEATURES.into_iter().filter(is_here).collect()
+}
+
+/// True for an MSR that describes the CPU and cannot change while it runs. Microcode may be loaded at any time.
+pub(crate) fn is_fixed_feature(index: u32) -> bool {
+    index != IA32_BIOS_SIGN_ID && FEATURES.contains(&index)
 }
 
 /// IA32_BIOS_SIGN_ID of a new vCPU, as KVM has it.

@@ -60,12 +60,9 @@ pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
     let mut image = vec![0; len];
     let n = len.min(cpu.fp.area.len());
     image[..n].copy_from_slice(&cpu.fp.area[..n]);
-    let mut used = cpu.fp.in_use(16, 0);
+    let mut used = cpu.in_use(16);
     if cpu.fp.mxcsr() != xsave::MXCSR_DEFAULT {
         used |= xsave::SSE;
-    }
-    if cpu.pkru != 0 {
-        used |= xsave::PKRU;
     }
     used &= cpu.features.xcr0 | xsave::X87 | xsave::SSE;
     image[xsave::XSTATE_BV..][..8].copy_from_slice(&used.to_le_bytes());

@@ -33,21 +33,12 @@ const fn pv_feature(index: u32) -> Option<u32> {
     })
 }
 
-/// True for the MSRs that describe the CPU and are listed by KVM_GET_MSR_FEATURE_INDEX_LIST. IA32_BIOS_SIGN_ID is not
-/// one of them: microcode may be loaded at any time.
-const fn is_feature(index: u32) -> bool {
-    matches!(
-        index,
-        IA32_ARCH_CAPABILITIES | IA32_PERF_CAPABILITIES | AMD64_DE_CFG
-    )
-}
-
 impl Inner {
     /// KVM_SET_MSRS of one register; false if it or the value is refused. Once the vCPU has run, an MSR that describes
     /// the CPU can only be set to the value that it has.
     pub(super) fn store_msr(&mut self, e: &kvm_msr_entry) -> bool {
         let (bus, cpu) = (&mut self.bus, &mut self.cpu);
-        if self.has_run && is_feature(e.index) {
+        if self.has_run && crate::system::is_fixed_feature(e.index) {
             return bus.msr(cpu, e.index, true) == Some(e.data);
         }
         bus.set_msr(cpu, e.index, e.data, true)

@@ -253,16 +253,6 @@ fn set_component(cpu: &mut CpuState, p: &ComponentPlace, b: &[u8]) {
     }
 }
 
-/// Returns XINUSE: the components that are not in their initial state (SDM vol. 1, 13.6).
-pub(super) fn in_use(cpu: &CpuState) -> u64 {
-    let optional = cpu.xcr0 & (OPMASK | ZMM_HI256 | HI16_ZMM);
-    let mut used = cpu.fp.in_use(nr_xmm(cpu), optional);
-    if cpu.pkru != 0 {
-        used |= PKRU;
-    }
-    used
-}
-
 /// Makes the checks of the whole family; returns the linear address of the image and the requested components.
 fn x_operand<B: GuestBus>(
     e: &mut Exec<'_, B>,
@@ -327,7 +317,7 @@ fn xsave<B: GuestBus, const KIND: u8, const WIDE: bool>(
 ) -> Step {
     let (gva, rfbm) = x_operand(e, insn, KIND == KIND_XSAVES, Access::Write)?;
     let compact = matches!(KIND, KIND_XSAVEC | KIND_XSAVES);
-    let mut used = in_use(e.cpu);
+    let mut used = e.cpu.in_use(nr_xmm(e.cpu));
     if KIND != KIND_XSAVE && e.cpu.fp.mxcsr() != MXCSR_DEFAULT {
         used |= SSE;
     }

@@ -172,7 +172,7 @@ fn what_is_saved_is_restored() {
 #[test]
 fn all_words_count_as_used() {
     let (mut cpu, _) = with_state(0, MXCSR_DEFAULT, 0);
-    assert_eq!(super::in_use(&cpu), 0);
+    assert_eq!(cpu.in_use(super::nr_xmm(&cpu)), 0);
     for (bit, from, to) in [
         (X87, 2, 5),
         (X87, 6, MXCSR),
@@ -182,7 +182,7 @@ fn all_words_count_as_used() {
     ] {
         for n in from..to {
             cpu.fp.area[n] = 0x10;
-            assert_eq!(super::in_use(&cpu), bit, "{n}");
+            assert_eq!(cpu.in_use(super::nr_xmm(&cpu)), bit, "{n}");
             cpu.fp.area[n] = 0;
         }
     }
