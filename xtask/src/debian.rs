@@ -67,21 +67,55 @@ pub(crate) fn busybox_i386() -> Result<PathBuf, String> {
         .ok_or_else(|| format!("{}: no busybox in it", unpacked.display()))
 }
 
-/// Returns the kernel that a metapackage stands for today.
+/// Returns the kernel that a metapackage stands for today, as `boot/vmlinuz-RELEASE` beside `lib/modules`.
 pub(crate) fn kernel(package: &str, name: &str) -> Result<PathBuf, String> {
-    let boot = crate::build::cache().join(name).join("boot");
+    let place = crate::build::cache().join(name);
+    let boot = place.join("boot");
     if !boot.exists() {
         if package.ends_with(":i386") {
             add_i386()?;
         }
-        let depends = tool(Command::new("apt-cache").args(["depends", package]))?;
-        let image = depends
-            .lines()
-            .find_map(|l| l.trim().strip_prefix("Depends: "))
+        let image = depends(package)?
+            .into_iter()
+            .find(|name| name.starts_with("linux-image-"))
             .ok_or_else(|| format!("apt knows no {package}: run apt-get update"))?;
-        unpack(image, name)?;
+        // Linux 6.19 and later have the kernel and its modules in packages of their own.
+        let mut packages = depends(&image)?;
+        packages.retain(|p| p.starts_with("linux-binary-") || p.starts_with("linux-modules-"));
+        packages.insert(0, image);
+        unpack_all(&packages, name)?;
+        as_in_older_packages(&place).map_err(|e| format!("{}: {e}", place.display()))?;
     }
     newest(&boot).ok_or_else(|| format!("{}: no kernel in it", boot.display()))
+}
+
+/// Returns the names of the packages that a package depends on.
+fn depends(package: &str) -> Result<Vec<String>, String> {
+    let depends = tool(Command::new("apt-cache").args(["depends", package]))?;
+    let names = depends
+        .lines()
+        .filter_map(|l| l.trim().strip_prefix("Depends: "));
+    Ok(names.map(str::to_owned).collect())
+}
+
+/// Moves the kernel and its modules to where the packages of Linux 6.1 have them.
+fn as_in_older_packages(place: &Path) -> std::io::Result<()> {
+    let modules = place.join("usr/lib/modules");
+    if !modules.exists() {
+        return Ok(());
+    }
+    let boot = place.join("boot");
+    fs::create_dir_all(&boot)?;
+    for entry in fs::read_dir(&modules)? {
+        let entry = entry?;
+        let kernel = entry.path().join("vmlinuz");
+        if kernel.exists() {
+            let release = entry.file_name().to_string_lossy().into_owned();
+            fs::rename(kernel, boot.join(format!("vmlinuz-{release}")))?;
+        }
+    }
+    fs::create_dir_all(place.join("lib"))?;
+    fs::rename(modules, place.join("lib/modules"))
 }
 
 fn newest(boot: &Path) -> Option<PathBuf> {
@@ -97,6 +131,11 @@ fn newest(boot: &Path) -> Option<PathBuf> {
 
 /// Downloads and unpacks a Debian package into the cache, if it is not there. Returns the folder.
 pub(crate) fn unpack(package: &str, name: &str) -> Result<PathBuf, String> {
+    unpack_all(&[package.to_owned()], name)
+}
+
+/// Downloads and unpacks Debian packages into one folder of the cache, if it is not there. Returns the folder.
+fn unpack_all(packages: &[String], name: &str) -> Result<PathBuf, String> {
     let cache = crate::build::cache();
     let place = cache.join(name);
     if place.exists() {
@@ -107,13 +146,14 @@ pub(crate) fn unpack(package: &str, name: &str) -> Result<PathBuf, String> {
     // The folder may be left over from an interrupted run.
     let _ = fs::remove_dir_all(&download);
     fs::create_dir_all(&download).map_err(cannot)?;
-    if package.ends_with(":i386") {
+    if packages.iter().any(|package| package.ends_with(":i386")) {
         add_i386()?;
     }
     let fetch = || {
         let mut apt = Command::new("apt-get");
         tool(
-            apt.args(["download", "-qq", package])
+            apt.args(["download", "-qq"])
+                .args(packages)
                 .current_dir(&download),
         )
     };
@@ -122,13 +162,22 @@ pub(crate) fn unpack(package: &str, name: &str) -> Result<PathBuf, String> {
         update_lists();
         fetch()?;
     }
-    let deb = fs::read_dir(&download)
+    let mut debs: Vec<PathBuf> = fs::read_dir(&download)
         .map_err(cannot)?
         .filter_map(|entry| Some(entry.ok()?.path()))
-        .find(|path| path.extension().is_some_and(|e| e == "deb"))
-        .ok_or_else(|| format!("apt-get download {package} left no file"))?;
+        .collect();
+    debs.retain(|path| path.extension().is_some_and(|e| e == "deb"));
+    if debs.len() != packages.len() {
+        return Err(format!(
+            "apt-get download {} left {} files",
+            packages.join(" "),
+            debs.len()
+        ));
+    }
     let content = download.join("content");
-    tool(Command::new("dpkg").arg("-x").arg(deb).arg(&content))?;
+    for deb in debs {
+        tool(Command::new("dpkg").arg("-x").arg(deb).arg(&content))?;
+    }
     fs::rename(&content, &place).map_err(cannot)?;
     fs::remove_dir_all(&download).map_err(cannot)?;
     Ok(place)

@@ -1,4 +1,4 @@
-//! `cargo xtask fresh-debian [--ci] [NAME…]`: runs README's two commands on a new machine.
+//! `cargo xtask fresh-debian [--suite SUITE] [--ci] [NAME…]`: runs README's two commands on a new machine.
 //!
 //! The machine is a root folder that debootstrap makes, with gcc and this machine's cargo, and with the tracked files
 //! of this tree. The commands run in it as root and as an ordinary user, with apt's package lists and without them.
@@ -53,6 +53,9 @@ const CASES: &[Case] = &[
 /// Options of `fresh-debian`.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
+    /// The release of Debian's.
+    #[arg(long, default_value = SUITE)]
+    suite: String,
     /// The whole suite as root, not its start only.
     #[arg(long)]
     ci: bool,
@@ -65,7 +68,7 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<(), String> {
     let names = &options.names;
     crate::debian::install(&["debootstrap", "rsync"])?;
-    let machine = Machine::make()?;
+    let machine = Machine::make(&options.suite)?;
     for case in CASES {
         if !names.is_empty() && names.iter().all(|name| *name != case.name) {
             continue;
@@ -87,14 +90,14 @@ struct Machine {
 
 impl Machine {
     /// Makes the folder, if it does not exist, and brings the tree up to date.
-    fn make() -> Result<Self, String> {
-        let root = crate::build::cache().join("fresh-debian");
+    fn make(suite: &str) -> Result<Self, String> {
+        let root = crate::build::cache().join(format!("fresh-debian-{suite}"));
         if !root.join("etc/debian_version").exists() || !root.join("made").exists() {
             let _ = fs::remove_dir_all(&root);
             fs::create_dir_all(&root).map_err(|e| format!("{}: {e}", root.display()))?;
             tool(
                 Command::new("debootstrap")
-                    .args(["--variant=minbase", "--include", "gcc,libc6-dev", SUITE])
+                    .args(["--variant=minbase", "--include", "gcc,libc6-dev", suite])
                     .arg(&root),
             )?;
             let machine = Self { root };

@@ -364,6 +364,25 @@ fn that_counters_can_freeze_in_smm_is_not_shown() {
 }
 
 #[test]
+fn capabilities_are_zero_where_cpuid_does_not_show_them() {
+    const PDCM: u32 = 1 << 15;
+    let m = Machine::new();
+    let vcpu = Vendor::Intel.vcpu(&m, CODE);
+    let shown = vcpu.get_cpuid2(KVM_MAX_CPUID_ENTRIES).unwrap();
+    let mut entries = shown.as_slice().to_vec();
+    for entry in entries.iter_mut().filter(|e| e.function == 1) {
+        entry.ecx &= !PDCM;
+    }
+    let without = CpuId::from_entries(&entries).unwrap();
+    vcpu.set_cpuid2(&without).unwrap();
+    assert_eq!(msr(&vcpu, PERF_CAPABILITIES), 0);
+    assert!(set_msr(&vcpu, PERF_CAPABILITIES, 0));
+    assert!(!set_msr(&vcpu, PERF_CAPABILITIES, 1 << 13));
+    vcpu.set_cpuid2(&shown).unwrap();
+    assert_eq!(msr(&vcpu, PERF_CAPABILITIES), 1 << 13);
+}
+
+#[test]
 fn capabilities_stay_once_the_vcpu_has_run() {
     let m = Machine::new();
     m.load(CODE, |a| a.out(u32::from(PORT), al));

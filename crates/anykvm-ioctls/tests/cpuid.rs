@@ -88,6 +88,21 @@ fn the_baseline_is_there() {
 }
 
 /// GCC's `target_clones`, for one, choose code with AVX-512 by the model alone.
+/// VMMs and programs choose the depth of page tables by it.
+#[test]
+fn linear_addresses_have_the_width_of_the_page_tables() {
+    const LA57: u32 = 1 << 16;
+    let supported = Kvm::new().unwrap();
+    let supported = supported.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
+    let supported = supported.unwrap();
+    let leaf = |function: u32| {
+        let mut entries = supported.as_slice().iter();
+        *entries.find(|e| e.function == function).unwrap()
+    };
+    let width = if leaf(7).ecx & LA57 == 0 { 48 } else { 57 };
+    assert_eq!(leaf(0x8000_0008).eax >> 8 & 0xff, width);
+}
+
 #[test]
 fn a_model_with_avx512_is_not_shown_without() {
     /// Models of family 6 that its `__builtin_cpu_is` knows to have it.

@@ -62,9 +62,14 @@ fn sregs_have_no_efer_bits_that_cpuid_does_not_promise() {
     }
 }
 
-fn direct_timers(list: &CpuId) -> bool {
-    let mut leaves = list.as_slice().iter();
-    leaves.find(|e| e.function == 0x4000_0003).unwrap().edx >> 19 & 1 != 0
+/// Direct mode of synthetic timers, and IPIs to many processors by a hypercall.
+fn needs_lapic(list: &CpuId) -> [bool; 2] {
+    let leaf = |function: u32| {
+        let mut leaves = list.as_slice().iter();
+        *leaves.find(|e| e.function == function).unwrap()
+    };
+    let bits = [leaf(0x4000_0003).edx >> 19, leaf(0x4000_0004).eax >> 10];
+    bits.map(|bit| bit & 1 != 0)
 }
 
 /// KVM_GET_SUPPORTED_HV_CPUID on a vCPU.
@@ -79,14 +84,14 @@ fn hv_cpuid(vcpu: &VcpuFd) -> CpuId {
 }
 
 #[test]
-fn timers_interrupt_without_a_message_only_through_a_lapic_of_ours() {
+fn direct_timers_and_cluster_ipis_need_a_lapic_in_the_kernel() {
     for irqchip in [false, true] {
         let vm = Kvm::new().unwrap().create_vm().unwrap();
         if irqchip {
             vm.create_irq_chip().unwrap();
         }
         let vcpu = vm.create_vcpu(0).unwrap();
-        assert_eq!(direct_timers(&hv_cpuid(&vcpu)), irqchip);
+        assert_eq!(needs_lapic(&hv_cpuid(&vcpu)), [irqchip; 2]);
     }
 }
 

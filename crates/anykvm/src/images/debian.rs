@@ -12,6 +12,10 @@ use crate::{setup, terminal};
 
 /// Where apt keeps what it has fetched.
 const ARCHIVES: &str = "/var/cache/apt/archives";
+/// Where distributions keep modules and, many of them, the kernel beside them (`RELEASE/vmlinuz`).
+const MODULES: &str = "/usr/lib/modules";
+/// What the names of the packages begin with into which Linux 6.19 and later are divided: the kernel and its modules.
+const PARTS: [&str; 2] = ["linux-binary-", "linux-modules-"];
 
 /// A file that is looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,10 +56,14 @@ impl Wanted {
     }
 }
 
-/// Returns a kernel: from our cache, from /boot, or fetched into the cache.
+/// Returns a kernel: from our cache, from /boot or /usr/lib/modules, or fetched into the cache.
 pub(crate) fn kernel() -> Result<PathBuf, BootError> {
-    let cached = || newest_kernel(&cache_folder()?.join("kernel/boot"));
-    let found = || cached().or_else(|| newest_kernel(Path::new("/boot")));
+    let found = || {
+        let cached = cache_folder().and_then(|cache| newest_kernel(&cache.join("kernel/boot")));
+        cached
+            .or_else(|| newest_kernel(Path::new("/boot")))
+            .or_else(|| newest_beside_modules(Path::new(MODULES)))
+    };
     find_or_fetch(Wanted::Kernel, found)
 }
 
@@ -140,6 +148,15 @@ fn newest_kernel(folder: &Path) -> Option<PathBuf> {
     kernels.pop()
 }
 
+/// The newest readable `RELEASE/vmlinuz`.
+fn newest_beside_modules(modules: &Path) -> Option<PathBuf> {
+    let entries = fs::read_dir(modules).ok()?.flatten();
+    let kernels = entries.map(|entry| entry.path().join("vmlinuz"));
+    kernels
+        .filter(|path| fs::File::open(path).is_ok())
+        .max_by_key(|path| version_key(&path.to_string_lossy()))
+}
+
 /// Digits compare as numbers: 6.1.0-9 is older than 6.1.0-10.
 fn version_key(name: &str) -> Vec<(u64, String)> {
     let mut key = Vec::new();
@@ -168,9 +185,11 @@ fn fetch(wanted: Wanted) -> Result<(), BootError> {
     let partial = setup::Temporary::new(partial);
     let unpacked = partial.path().join("unpacked");
     fs::create_dir_all(&unpacked).map_err(BootError::host("cannot make the cache folder"))?;
-    let deb = package_file(wanted, partial.path())?;
-    let unpack = run(Command::new("dpkg").arg("-x").arg(deb).arg(&unpacked));
-    unpack.map_err(|why| wanted.missing(&why))?;
+    for deb in package_files(wanted, partial.path())? {
+        let unpack = run(Command::new("dpkg").arg("-x").arg(deb).arg(&unpacked));
+        unpack.map_err(|why| wanted.missing(&why))?;
+    }
+    put_into_boot(&unpacked).map_err(BootError::host("cannot fill the cache folder"))?;
     let place = cache.join(name);
     match fs::rename(&unpacked, &place) {
         // Another anykvm was faster.
@@ -191,10 +210,24 @@ fn forget_leftovers(cache: &Path, name: &str) {
     }
 }
 
-/// The package as a file: apt's own copy, or one that is downloaded into `folder`.
-fn package_file(wanted: Wanted, folder: &Path) -> Result<PathBuf, BootError> {
+/// Moves a kernel that its package has beside its modules to `boot/vmlinuz-RELEASE`.
+fn put_into_boot(unpacked: &Path) -> std::io::Result<()> {
+    let modules = unpacked.join(MODULES.trim_start_matches('/'));
+    let Some(kernel) = newest_beside_modules(&modules) else {
+        return Ok(());
+    };
+    let release = kernel.parent().and_then(Path::file_name);
+    let mut name = std::ffi::OsString::from("vmlinuz-");
+    name.push(release.unwrap_or_default());
+    let boot = unpacked.join("boot");
+    fs::create_dir_all(&boot)?;
+    fs::rename(kernel, boot.join(name))
+}
+
+/// The package and its parts as files: apt's own copies, or what is downloaded into `folder`.
+fn package_files(wanted: Wanted, folder: &Path) -> Result<Vec<PathBuf>, BootError> {
     let why = match download(wanted, folder) {
-        Ok(file) => return Ok(file),
+        Ok(files) => return Ok(files),
         Err(why) => why,
     };
     let cannot = |why: String| wanted.missing(&format!("it cannot be fetched: {why}"));
@@ -213,8 +246,8 @@ fn package_file(wanted: Wanted, folder: &Path) -> Result<PathBuf, BootError> {
     })
 }
 
-/// Fetches a package. The error is apt's own.
-fn download(wanted: Wanted, folder: &Path) -> Result<PathBuf, String> {
+/// Fetches a package and its parts. The error is apt's own.
+fn download(wanted: Wanted, folder: &Path) -> Result<Vec<PathBuf>, String> {
     let package = match wanted {
         Wanted::Kernel => dependency(wanted.package()),
         Wanted::Busybox => Ok(wanted.package().to_owned()),
@@ -224,17 +257,43 @@ fn download(wanted: Wanted, folder: &Path) -> Result<PathBuf, String> {
         // Without lists, any version on this machine will do.
         Err(_) => "linux-image-".to_owned(),
     };
-    if let Some(file) = in_archives(Path::new(ARCHIVES), &prefix) {
-        return Ok(file);
+    let file = match in_archives(Path::new(ARCHIVES), &prefix) {
+        Some(file) => file,
+        None => download_one(&package?, folder)?,
+    };
+    let parts = match wanted {
+        Wanted::Kernel => parts(&file)?,
+        Wanted::Busybox => Vec::new(),
+    };
+    let mut files = vec![file];
+    for part in parts {
+        files.push(match in_archives(Path::new(ARCHIVES), &part) {
+            Some(file) => file,
+            None => download_one(&part, folder)?,
+        });
     }
-    let package = package?;
+    Ok(files)
+}
+
+/// Fetches the package of this name.
+fn download_one(package: &str, folder: &Path) -> Result<PathBuf, String> {
     terminal::progress(&format!("fetching Debian's package {package} (once)"));
     run(Command::new("apt-get")
-        .args(["download", "-q", &package])
+        .args(["download", "-q", package])
         .current_dir(folder))?;
-    debs(folder)
-        .pop()
-        .ok_or_else(|| format!("apt-get download {package} left no file"))
+    in_archives(folder, package).ok_or_else(|| format!("apt-get download {package} left no file"))
+}
+
+/// Returns the packages with the [`PARTS`] of a kernel: none if the kernel is in this one.
+fn parts(image: &Path) -> Result<Vec<String>, String> {
+    let mut query = Command::new("dpkg-deb");
+    let output = run(query.arg("-f").arg(image).arg("Depends"))?;
+    let text = String::from_utf8_lossy(&output);
+    let names = text.split(',').filter_map(|d| d.split_whitespace().next());
+    Ok(names
+        .filter(|name| PARTS.iter().any(|part| name.starts_with(part)))
+        .map(str::to_owned)
+        .collect())
 }
 
 /// Returns the newest package in the folder with a kernel, or of this name.

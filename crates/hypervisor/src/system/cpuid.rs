@@ -339,6 +339,8 @@ fn extended_leaves(amd: bool, vendor: Regs, out: &mut Vec<kvm_cpuid_entry2>) {
             ..Regs::default()
         },
     ));
+    /// Bits of a linear address with four levels of page tables, whatever the processor has.
+    const LINEAR_BITS: u32 = 48;
     let sizes = host(0x8000_0008, 0);
     // CLZERO and XSAVEERPTR if the host executes them. WBNOINVD is interpreted.
     let mut ebx = 1 << 9;
@@ -348,7 +350,7 @@ fn extended_leaves(amd: bool, vendor: Regs, out: &mut Vec<kvm_cpuid_entry2>) {
     out.push(plain(
         0x8000_0008,
         Regs {
-            eax: sizes.eax & 0xffff,
+            eax: LINEAR_BITS << 8 | (sizes.eax & 0xff),
             ebx,
             ecx: 0,
             edx: 0,

@@ -109,16 +109,14 @@ pub fn supported_hv_cpuid(has_lapic: bool) -> Vec<kvm_cpuid_entry2> {
         | access::FREQUENCIES
         | access::REENLIGHTENMENT
         | access::INVARIANT_TSC;
-    let mut advice = recommended::FLUSH
-        | recommended::APIC
-        | recommended::RELAXED
-        | recommended::IPI
-        | recommended::SPARSE;
+    let mut advice =
+        recommended::FLUSH | recommended::APIC | recommended::RELAXED | recommended::SPARSE;
     let rights = right::POST_MESSAGES | right::SIGNAL_EVENTS | right::DEBUG | right::EXTENDED;
     let mut features =
         feature::SSE_INPUT | feature::FREQUENCIES | feature::CRASH | feature::DEBUGGER;
     if has_lapic {
         features |= feature::DIRECT_TIMERS;
+        advice |= recommended::IPI;
     }
     if !has_hyperthreads() {
         advice |= recommended::NO_CORE_SHARING;

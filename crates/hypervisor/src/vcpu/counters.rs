@@ -88,8 +88,8 @@ impl Bus {
         host: bool,
     ) -> Option<Option<u64>> {
         if index == IA32_PERF_CAPABILITIES {
-            let shown = host || super::cpuid::shows_perf_capabilities(&self.cpuid);
-            return Some(shown.then_some(self.pmu.capabilities));
+            let shown = super::cpuid::shows_perf_capabilities(&self.cpuid);
+            return Some((host || shown).then(|| self.perf_capabilities()));
         }
         if !is_counter(index) && !is_in_full_width(index) {
             return None;
@@ -113,8 +113,10 @@ impl Bus {
         host: bool,
     ) -> Option<bool> {
         if index == IA32_PERF_CAPABILITIES {
-            let good = host && value & !PERF_CAPABILITIES == 0;
-            if good && value != self.pmu.capabilities {
+            let shown = super::cpuid::shows_perf_capabilities(&self.cpuid);
+            let possible = if shown { PERF_CAPABILITIES } else { 0 };
+            let good = host && value & !possible == 0;
+            if good && shown && value != self.pmu.capabilities {
                 self.pmu.capabilities = value;
                 self.configure_counters(cpu);
             }
