@@ -61,6 +61,11 @@ impl Fresh {
 
     /// A package as apt leaves it, with this file.
     fn package(&self, name: &str, path: &str, content: &[u8]) {
+        self.package_that_depends(name, path, content, "");
+    }
+
+    /// The same, with the names of the packages that it depends on.
+    fn package_that_depends(&self, name: &str, path: &str, content: &[u8], depends: &str) {
         let tree = self.folder.join("tree");
         let _ = fs::remove_dir_all(&tree);
         let file = tree.join(path);
@@ -69,8 +74,12 @@ impl Fresh {
         }
         fs::write(&file, content).unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
+        let depends = match depends {
+            "" => String::new(),
+            names => format!("Depends: {names}\n"),
+        };
         let control = format!(
-            "Package: {name}\nVersion: 1\nArchitecture: amd64\nMaintainer: nobody\nDescription: a test\n"
+            "Package: {name}\nVersion: 1\nArchitecture: amd64\nMaintainer: nobody\n{depends}Description: a test\n"
         );
         fs::write(tree.join("DEBIAN/control"), control).unwrap();
         let deb = self.folder.join(format!("archives/{name}_1_amd64.deb"));
@@ -228,4 +237,29 @@ fn packages_of_apts_own_cache_are_used() {
         2,
         "nothing is left over"
     );
+}
+
+/// From Linux 6.19 on the kernel and its modules are in packages of their own.
+#[test]
+fn a_kernel_is_put_together_from_its_packages() {
+    const RELEASE: &str = "7.2.1-cloud-amd64";
+    let machine = Fresh::new("parts");
+    let name = |part: &str| format!("linux-{part}-{RELEASE}");
+    let depends = format!(
+        "initramfs-tools | dracut, {} (= 1), {} (= 1)",
+        name("binary"),
+        name("modules")
+    );
+    machine.package_that_depends(&name("image"), "usr/share/doc/image", b"", &depends);
+    let kernel = kernel(|a| a.ud2().unwrap());
+    let kernel = fs::read(kernel.path()).unwrap();
+    let modules = format!("usr/lib/modules/{RELEASE}");
+    machine.package(&name("binary"), &format!("{modules}/vmlinuz"), &kernel);
+    machine.package(&name("modules"), &format!("{modules}/modules.order"), b"");
+    let (status, text) = machine.run(&format!("exec {ANYKVM} boot --mem 64M --no-initrd"));
+    assert_eq!(status, Some(125), "{text}");
+    assert!(text.contains("triple fault"), "{text}");
+    let cache = machine.folder.join("home/.cache/anykvm/kernel");
+    assert!(cache.join(format!("boot/vmlinuz-{RELEASE}")).exists());
+    assert!(cache.join(modules).join("modules.order").exists());
 }
