@@ -7,9 +7,12 @@ use super::{read, sources};
 pub(super) fn check(root: &Path) -> Result<Vec<String>, String> {
     let mut findings = Vec::new();
     for path in sources(root)? {
-        let Some((name, dirs)) = module_of(&path) else {
+        // The tree itself may be below a folder of that name.
+        let below = path.strip_prefix(root).unwrap_or(&path);
+        let Some((name, dirs)) = module_of(below) else {
             continue;
         };
+        let dirs = dirs.into_iter().map(|dir| root.join(dir));
         let mut declared = false;
         for parent in dirs {
             if parent.is_file() {
@@ -23,8 +26,8 @@ pub(super) fn check(root: &Path) -> Result<Vec<String>, String> {
     Ok(findings)
 }
 
-/// Returns the module that a file below `src` contains, and the files that may declare it. Cargo declares the roots of
-/// crates, tests, benches and examples.
+/// Returns the module that a file below `src` contains, and the files that may declare it, all below the tree's root.
+/// Cargo declares the roots of crates, tests, benches and examples.
 fn module_of(path: &Path) -> Option<(String, Vec<std::path::PathBuf>)> {
     let stem = path.file_stem()?.to_str()?;
     let mut dir = path.parent()?;
