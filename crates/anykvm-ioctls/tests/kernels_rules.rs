@@ -167,7 +167,15 @@ fn an_eventfd_is_an_irqfd_of_one_vm() {
 fn an_event_is_not_delivered_through_a_device() {
     const NOWHERE: u64 = 0x9000;
     // ud2
-    for (idt, rsp) in [(NOWHERE, 0x4000), (guest::RAM + 0x100, NOWHERE + 0x800)] {
+    let cases = [
+        (NOWHERE, 0x4000, NOWHERE..NOWHERE + 0x100),
+        (
+            guest::RAM + 0x100,
+            NOWHERE + 0x800,
+            NOWHERE + 0x7f0..NOWHERE + 0x800,
+        ),
+    ];
+    for (idt, rsp, place) in cases {
         let mut g = guest::Guest::new(&[0x0f, 0x0b], false);
         let mut sregs = g.vcpu.get_sregs().unwrap();
         sregs.idt.base = idt;
@@ -179,8 +187,10 @@ fn an_event_is_not_delivered_through_a_device() {
             assert!(matches!(g.vcpu.run(), Ok(VcpuExit::InternalError)));
             let run = g.vcpu.get_kvm_run();
             // SAFETY: the member that this exit fills.
-            let suberror = unsafe { run.__bindgen_anon_1.internal.suberror };
-            assert_eq!(suberror, KVM_INTERNAL_ERROR_DELIVERY_EV);
+            let internal = unsafe { run.__bindgen_anon_1.internal };
+            assert_eq!(internal.suberror, KVM_INTERNAL_ERROR_DELIVERY_EV);
+            assert_eq!(internal.ndata, 5);
+            assert!(place.contains(&internal.data[3]));
             assert_eq!(g.vcpu.get_regs().unwrap().rip, guest::RAM);
         }
     }

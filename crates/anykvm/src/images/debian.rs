@@ -1,4 +1,4 @@
-//! A kernel and a busybox from Debian: those on the machine, else from Debian's packages.
+//! A kernel and a busybox: those on the machine, else from Debian's or Ubuntu's packages.
 //!
 //! `apt-get download` and `dpkg -x` need no privileges, only package lists.
 
@@ -14,6 +14,8 @@ use crate::{setup, terminal};
 const ARCHIVES: &str = "/var/cache/apt/archives";
 /// Where distributions keep modules and, many of them, the kernel beside them (`RELEASE/vmlinuz`).
 const MODULES: &str = "/usr/lib/modules";
+/// What the names of kernels' packages begin with.
+const IMAGE: &str = "linux-image-";
 /// What the names of the packages begin with into which Linux 6.19 and later are divided: the kernel and its modules.
 const PARTS: [&str; 2] = ["linux-binary-", "linux-modules-"];
 
@@ -24,15 +26,14 @@ enum Wanted {
     Busybox,
 }
 
-impl Wanted {
-    /// Returns the name of the package, which may stand for another one.
-    fn package(self) -> &'static str {
-        match self {
-            Self::Kernel => "linux-image-cloud-amd64",
-            Self::Busybox => "busybox-static",
-        }
-    }
+/// Debian's package that stands for the newest kernel for virtual machines.
+const DEBIANS: &str = "linux-image-cloud-amd64";
+/// Ubuntu's.
+const UBUNTUS: &str = "linux-image-virtual";
+/// How the names of such kernels' packages end.
+const FLAVOURS: [&str; 2] = ["-cloud-amd64", "-generic"];
 
+impl Wanted {
     fn folder(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -88,7 +89,7 @@ fn find_or_fetch(
         return Ok(found);
     }
     fetch(wanted)?;
-    found().ok_or_else(|| wanted.missing("Debian's package has none"))
+    found().ok_or_else(|| wanted.missing("the distribution's package has none"))
 }
 
 /// Returns `$XDG_CACHE_HOME/anykvm` or `~/.cache/anykvm`.
@@ -249,13 +250,13 @@ fn package_files(wanted: Wanted, folder: &Path) -> Result<Vec<PathBuf>, BootErro
 /// Fetches a package and its parts. The error is apt's own.
 fn download(wanted: Wanted, folder: &Path) -> Result<Vec<PathBuf>, String> {
     let package = match wanted {
-        Wanted::Kernel => dependency(wanted.package()),
-        Wanted::Busybox => Ok(wanted.package().to_owned()),
+        Wanted::Kernel => dependency(DEBIANS).or_else(|why| dependency(UBUNTUS).map_err(|_| why)),
+        Wanted::Busybox => Ok("busybox-static".to_owned()),
     };
     let prefix = match &package {
         Ok(package) => package.clone(),
         // Without lists, any version on this machine will do.
-        Err(_) => "linux-image-".to_owned(),
+        Err(_) => IMAGE.to_owned(),
     };
     let file = match in_archives(Path::new(ARCHIVES), &prefix) {
         Some(file) => file,
@@ -277,7 +278,7 @@ fn download(wanted: Wanted, folder: &Path) -> Result<Vec<PathBuf>, String> {
 
 /// Fetches the package of this name.
 fn download_one(package: &str, folder: &Path) -> Result<PathBuf, String> {
-    terminal::progress(&format!("fetching Debian's package {package} (once)"));
+    terminal::progress(&format!("fetching the package {package} (once)"));
     run(Command::new("apt-get")
         .args(["download", "-q", package])
         .current_dir(folder))?;
@@ -303,7 +304,7 @@ fn in_archives(archives: &Path, prefix: &str) -> Option<PathBuf> {
         .filter(|path| {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let is_named = if prefix.ends_with('-') {
-                name.starts_with(prefix) && name.contains("cloud-amd64_") && has_digit(&name)
+                is_kernel(&name)
             } else {
                 name.split('_').next() == Some(prefix)
             };
@@ -314,10 +315,14 @@ fn in_archives(archives: &Path, prefix: &str) -> Option<PathBuf> {
     found.pop()
 }
 
-/// Returns true for `linux-image-6.1.0-50-cloud-amd64`, and false for the package that stands for it.
-fn has_digit(name: &str) -> bool {
-    let version = name.strip_prefix("linux-image-").unwrap_or_default();
-    version.starts_with(|c: char| c.is_ascii_digit())
+/// Returns true for `linux-image-6.1.0-50-cloud-amd64_…`, and false for the package that stands for it.
+fn is_kernel(file: &str) -> bool {
+    let package = file.split('_').next().unwrap_or_default();
+    let Some(release) = package.strip_prefix(IMAGE) else {
+        return false;
+    };
+    release.starts_with(|c: char| c.is_ascii_digit())
+        && FLAVOURS.iter().any(|flavour| release.ends_with(flavour))
 }
 
 fn debs(folder: &Path) -> Vec<PathBuf> {
@@ -332,9 +337,12 @@ fn debs(folder: &Path) -> Vec<PathBuf> {
 fn dependency(package: &str) -> Result<String, String> {
     let output = run(Command::new("apt-cache").args(["depends", package]))?;
     let text = String::from_utf8_lossy(&output);
-    text.lines()
-        .find_map(|line| line.trim().strip_prefix("Depends: linux-image-"))
-        .map(|rest| format!("linux-image-{rest}"))
+    let mut names = text
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("Depends: "));
+    names
+        .find(|name| name.starts_with(IMAGE))
+        .map(str::to_owned)
         .ok_or_else(|| format!("apt's lists have no {package}"))
 }
 
@@ -384,6 +392,7 @@ mod tests {
             "linux-image-6.1.0-9-cloud-amd64_6.1.9-1_amd64.deb",
             "linux-image-6.1.0-10-cloud-amd64_6.1.10-1_amd64.deb",
             "linux-image-6.1.0-11-amd64_6.1.11-1_amd64.deb",
+            "linux-image-5.15.0-204-generic_5.15.0-204.1_amd64.deb",
             "busybox-static_1.35_i386.deb",
             "busybox-static_1.35_amd64.deb",
             "busybox_1.35_amd64.deb",

@@ -1,7 +1,7 @@
 //! Accesses without a TLB entry: to memory whose translation has to be looked up, or to a device.
 
 use mmu::{Miss, Translation};
-use x86_cpu::{Access, CpuState, Fault, Privilege, Word};
+use x86_cpu::{Access, CpuState, Fault, Feature, Privilege, Word};
 
 use super::{Bus, device::is_in_page};
 use crate::Exit;
@@ -17,11 +17,18 @@ impl Bus {
     /// Stops a delivery whose IDT or stack is not in memory: KVM cannot deliver an event through the VMM.
     #[cold]
     pub(super) fn stop_delivery(&mut self, cpu: &CpuState) {
+        /// EPT misconfiguration, by which KVM knows devices on Intel's processors.
+        const EPT_MISCONFIG: u64 = 49;
+        /// Nested page fault.
+        const NPF: u64 = 0x400;
         if let Some(Exit::Mmio { gpa, .. }) = self.exit {
             self.replay.forget();
+            let is_amd = cpu.features.has(Feature::Amd);
+            let reason = if is_amd { NPF } else { EPT_MISCONFIG };
             self.exit = Some(Exit::InternalError {
                 suberror: kvm_bindings::KVM_INTERNAL_ERROR_DELIVERY_EV,
-                data: vec![cpu.rip(), gpa],
+                // As in KVM: more about the exit, its reason, more again, the address, the processor.
+                data: vec![0, reason, 0, gpa, 0],
             });
         }
     }
