@@ -52,7 +52,7 @@ const STEPS: &[(&str, Task)] = &[
         "KVM selftests of counters",
         Own(|| {
             crate::selftests::run(&crate::selftests::Options {
-                source: crate::selftests::Source::Linux6_12,
+                source: Some(crate::selftests::Source::Linux6_12),
                 names: ["x86_64/pmu_counters_test", "x86_64/pmu_event_filter_test"]
                     .map(str::to_owned)
                     .into(),

@@ -57,6 +57,11 @@ pub(crate) fn is_installed(package: &str) -> bool {
     tool(&mut query).is_ok_and(|status| status.trim() == "install ok installed")
 }
 
+/// Returns true if apt's lists have the package.
+pub(crate) fn is_known(package: &str) -> bool {
+    tool(Command::new("apt-cache").args(["show", "-q", package])).is_ok()
+}
+
 /// Returns a 32-bit static busybox.
 pub(crate) fn busybox_i386() -> Result<PathBuf, String> {
     let unpacked = unpack("busybox-static:i386", "busybox-i386")?;
@@ -90,7 +95,7 @@ pub(crate) fn kernel(package: &str, name: &str) -> Result<PathBuf, String> {
 }
 
 /// Returns the names of the packages that a package depends on.
-fn depends(package: &str) -> Result<Vec<String>, String> {
+pub(crate) fn depends(package: &str) -> Result<Vec<String>, String> {
     let depends = tool(Command::new("apt-cache").args(["depends", package]))?;
     let names = depends
         .lines()

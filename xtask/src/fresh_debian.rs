@@ -53,7 +53,7 @@ const CASES: &[Case] = &[
 /// Options of `fresh-debian`.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// The release of Debian's, or of Ubuntu's, whose users can boot.
+    /// The release of Debian's.
     #[arg(long, default_value = SUITE)]
     suite: String,
     /// The whole suite as root, not its start only.

@@ -8,16 +8,17 @@ use std::{
 
 use crate::{debian, tidy::root, tool::tool};
 
-/// The packages that building takes, besides the headers, which are only unpacked.
-const PACKAGES: &[&str] = &["make", "gcc-12"];
-
 /// Builds the module in `guests/NAME` for a kernel (`…/vmlinuz-RELEASE`). Returns the folder that the module, and a copy of
 /// its sources, are in.
 pub(crate) fn build(kernel: &Path, name: &str) -> Result<PathBuf, String> {
-    debian::install(PACKAGES)?;
     let file = kernel.file_name().unwrap_or_default().to_string_lossy();
     let release = file.trim_start_matches("vmlinuz-");
-    let headers = headers(release)?;
+    // What a kernel has to be built with depends on Debian's release. The headers are only unpacked.
+    let depends = debian::depends(&format!("linux-headers-{release}"))?;
+    let compiler = depends.iter().find_map(|package| compiler(package));
+    let compiler = compiler.ok_or_else(|| format!("{release}: what compiled it is not told"))?;
+    debian::install(&["make", compiler])?;
+    let headers = headers(release, depends)?;
     let (from, folder) = (
         root().join("guests").join(name),
         root().join("target").join(name),
@@ -33,23 +34,25 @@ pub(crate) fn build(kernel: &Path, name: &str) -> Result<PathBuf, String> {
     Ok(folder)
 }
 
-/// A kernel's headers, as its package would install them.
-fn headers(release: &str) -> Result<PathBuf, String> {
+/// Returns `gcc-N` if the package has the compiler in its name: `linux-compiler-gcc-12-x86`, `gcc-14`, `gcc-16-for-host`.
+fn compiler(package: &str) -> Option<&str> {
+    let name = package.get(package.find("gcc-")?..)?;
+    let digits = name.get(4..)?.find(|c: char| !c.is_ascii_digit());
+    name.get(..digits.map_or(name.len(), |end| end + 4))
+}
+
+/// A kernel's headers, as their package and those that it depends on would install them.
+fn headers(release: &str, depends: Vec<String>) -> Result<PathBuf, String> {
     let root = crate::build::cache().join(format!("headers-{release}"));
     let own = root.join(format!("usr/src/linux-headers-{release}"));
     if own.exists() {
         return Ok(own);
     }
-    // 6.1.0-50-cloud-amd64: what is common is 6.1.0-50's, its tools are 6.1's.
-    let version = release.split('-').take(2).collect::<Vec<_>>().join("-");
-    let series = version.split('.').take(2).collect::<Vec<_>>().join(".");
     let partial = crate::build::cache().join(format!("headers-{release}.partial"));
     let failed = |e: std::io::Error| format!("{}: {e}", partial.display());
-    let packages = [
-        format!("linux-headers-{release}"),
-        format!("linux-headers-{version}-common"),
-        format!("linux-kbuild-{series}"),
-    ];
+    let mut packages = depends;
+    packages.retain(|p| p.starts_with("linux-headers-") || p.starts_with("linux-kbuild-"));
+    packages.push(format!("linux-headers-{release}"));
     // A leftover of an interrupted run.
     let _ = fs::remove_dir_all(&partial);
     fs::create_dir_all(&partial).map_err(failed)?;
@@ -68,4 +71,21 @@ fn headers(release: &str) -> Result<PathBuf, String> {
     fs::write(&makefile, text).map_err(failed)?;
     fs::rename(&partial, &root).map_err(failed)?;
     Ok(own)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::compiler;
+
+    #[test]
+    fn compilers_by_the_names_of_packages() {
+        for (package, want) in [
+            ("linux-compiler-gcc-12-x86", Some("gcc-12")),
+            ("gcc-14", Some("gcc-14")),
+            ("gcc-16-for-host", Some("gcc-16")),
+            ("linux-kbuild-6.1", None),
+        ] {
+            assert_eq!(compiler(package), want);
+        }
+    }
 }

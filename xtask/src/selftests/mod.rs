@@ -21,10 +21,9 @@ use clap::{Args, ValueEnum, builder::PossibleValuesParser};
 use suite::{Ended, Expect, Slow, Suite, check};
 
 /// The kernel whose tests are run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Source {
     /// Debian 12's.
-    #[default]
     #[value(name = "6.1")]
     Linux6_1,
     /// The later one that Debian 12 has beside it, and Debian 13's.
@@ -39,14 +38,21 @@ impl Source {
             Self::Linux6_12 => &linux_6_12::SUITE,
         }
     }
+
+    /// Returns the first kernel whose source this release of Debian's has.
+    fn available() -> Self {
+        let mut sources = Self::value_variants().iter().copied();
+        let first = sources.find(|source| crate::debian::is_known(source.suite().package));
+        first.unwrap_or(Self::Linux6_1)
+    }
 }
 
 /// Options of `selftests`.
 #[derive(Debug, Default, Args)]
 pub(crate) struct Options {
-    /// The kernel whose tests are run.
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) source: Source,
+    /// The kernel whose tests are run: by default the first one that there is a package of.
+    #[arg(long, value_enum)]
+    pub(crate) source: Option<Source>,
     /// The slow ones too.
     #[arg(long)]
     pub(crate) all: bool,
@@ -78,7 +84,7 @@ const REPEATED: &[(&str, u32, &str)] = &[(
 
 /// Runs the quick tests, all tests, or those that are named.
 pub(crate) fn run(options: &Options) -> Result<(), String> {
-    let suite = options.source.suite();
+    let suite = options.source.unwrap_or_else(Source::available).suite();
     let tests = wanted(suite, options)?;
     let folder = build::build(suite)?;
     let anykvm = crate::build::anykvm()?;
@@ -194,7 +200,7 @@ mod tests {
             names: vec!["x86_64/pmu_counters_test".to_owned()],
             ..Options::default()
         };
-        let wanted = |source: Source| wanted(source.suite(), &of(source));
+        let wanted = |source: Source| wanted(source.suite(), &of(Some(source)));
         assert!(wanted(Source::Linux6_1).is_err());
         assert_eq!(wanted(Source::Linux6_12).unwrap().len(), 1);
     }
