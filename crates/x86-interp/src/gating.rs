@@ -108,6 +108,8 @@ fn has(c: CpuidFeature, f: &Features) -> bool {
         C::MMX => Feature::Mmx,
         C::MONITOR => Feature::Monitor,
         C::MOVBE => Feature::Movbe,
+        C::MOVDIR64B => Feature::Movdir64b,
+        C::MOVDIRI => Feature::Movdiri,
         C::MSR => Feature::Msr,
         C::PCLMULQDQ => Feature::Pclmulqdq,
         C::PKU => Feature::Pku,

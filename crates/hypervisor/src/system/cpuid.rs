@@ -90,12 +90,17 @@ const L7_EBX_OURS: u32 = 1 << 0
     | 1 << 20
     | 1 << 23
     | 1 << 24;
-/// Leaf 7 ECX, shown if the host has them: GFNI, VAES, VPCLMULQDQ.
-const L7_ECX_HOST: u32 = 1 << 8 | 1 << 9 | 1 << 10;
+/// Leaf 7 ECX, shown if the host has them: GFNI, VAES, VPCLMULQDQ, CLDEMOTE, MOVDIRI, MOVDIR64B. The last two are
+/// interpreted: they are slow.
+const L7_ECX_HOST: u32 = 1 << 8 | 1 << 9 | 1 << 10 | 1 << 25 | 1 << 27 | 1 << 28;
 /// Leaf 7 ECX, always shown: UMIP, PKU, RDPID, PKS. This MMU implements protection keys, whatever the host has.
 const L7_ECX_OURS: u32 = 1 << 2 | PKU | 1 << 22 | 1 << 31;
 /// Leaf 7 EDX, always shown: FSRM.
 const L7_EDX_OURS: u32 = 1 << 4;
+/// Leaf 7 EDX, shown if the host has it: SERIALIZE.
+const L7_EDX_HOST: u32 = 1 << 14;
+/// Leaf 7, subleaf 1, EAX, shown if the host has it: AVX-VNNI.
+const L7_1_EAX_HOST: u32 = 1 << 4;
 /// Leaf 7 EDX, Intel: ARCH_CAPABILITIES.
 const L7_EDX_INTEL: u32 = 1 << 29;
 /// Leaf 7, subleaf 2, EDX, Intel, shown if the host has it: MCDT_NO.
@@ -151,10 +156,10 @@ fn leaf1() -> Regs {
 fn leaf7() -> Regs {
     let h = host(7, 0);
     Regs {
-        eax: if is_amd() { 0 } else { 2 },
+        eax: if is_amd() { h.eax.min(1) } else { 2 },
         ebx: h.ebx & L7_EBX_HOST | L7_EBX_OURS,
         ecx: h.ecx & L7_ECX_HOST | L7_ECX_OURS,
-        edx: L7_EDX_OURS | if is_amd() { 0 } else { L7_EDX_INTEL },
+        edx: h.edx & L7_EDX_HOST | L7_EDX_OURS | if is_amd() { 0 } else { L7_EDX_INTEL },
     }
 }
 
@@ -285,12 +290,16 @@ fn make_supported_cpuid() -> Vec<kvm_cpuid_entry2> {
         },
     ));
     let mut leaf7 = vec![leaf7()];
-    if !amd {
-        let more = Regs {
-            edx: host_subleaf(7, 2).edx & L7_2_EDX_INTEL,
-            ..Regs::default()
-        };
-        leaf7.extend([Regs::default(), more]);
+    let highest = leaf7[0].eax;
+    for subleaf in 1..=highest {
+        let h = host_subleaf(7, subleaf);
+        let mut shown = Regs::default();
+        match subleaf {
+            1 => shown.eax = h.eax & L7_1_EAX_HOST,
+            _ if amd => {}
+            _ => shown.edx = h.edx & L7_2_EDX_INTEL,
+        }
+        leaf7.push(shown);
     }
     for (index, registers) in (0..).zip(leaf7) {
         out.push(entry(7, index, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, registers));

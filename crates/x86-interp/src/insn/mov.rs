@@ -272,7 +272,7 @@ pub(crate) fn select<B: GuestBus>(
     };
     match i.mnemonic() {
         Mnemonic::Mov => mov(i, size),
-        Mnemonic::Movnti => sized!(size, mov_mr),
+        Mnemonic::Movnti | Mnemonic::Movdiri => sized!(size, mov_mr),
         Mnemonic::Movzx if source() == 1 => sized!(size, movzx, u8),
         Mnemonic::Movzx => sized!(size, movzx, u16),
         // AMD processors read four bytes and use two.

@@ -5,7 +5,7 @@
 //! instruction yields with [`Flow::Again`].
 
 use iced_x86::{Instruction, Mnemonic};
-use x86_cpu::{Access, Feature, GuestBus, Privilege};
+use x86_cpu::{Access, Exception, Feature, GuestBus, Privilege};
 use x86_defs::{reg, rflags};
 
 use super::{Handler, Insn, sized};
@@ -389,11 +389,32 @@ fn clzero<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
+/// MOVDIR64B: copies 64 bytes to the line that a register points to in ES. Neither operand need be aligned by
+/// alignment checks; the line has to be one.
+fn movdir64b<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
+    let to = ex.cpu.gpr[usize::from(insn.dst) & 31] & mask(insn);
+    let from = ex.effective_address(insn);
+    let to = ex.linear_unaligned(ES, to, 64, Access::Write)?;
+    if to & 63 != 0 {
+        return Err(Exception::GP0.into());
+    }
+    let from = ex.linear_unaligned(insn.seg, from, 64, Access::Read)?;
+    let mut line = [0; 64];
+    ex.bus
+        .read_bytes(ex.cpu, from, &mut line, Privilege::Current)?;
+    ex.bus.write_bytes(ex.cpu, to, &line, Privilege::Current)?;
+    Ok(Flow::Next)
+}
+
 /// The handler of a string instruction. INS and OUTS belong to the system family.
 pub(crate) fn select<B: GuestBus>(i: &Instruction, insn: &mut Insn<B>) -> Option<Handler<B>> {
     if i.mnemonic() == Mnemonic::Clzero {
         insn.prefix |= Insn::<B>::WRITES;
         return Some(clzero::<B>);
+    }
+    if i.mnemonic() == Mnemonic::Movdir64b {
+        insn.prefix |= Insn::<B>::WRITES;
+        return Some(movdir64b::<B>);
     }
     // MOVSD and CMPSD are SSE instructions too.
     if !i.is_string_instruction() {
@@ -422,12 +443,38 @@ pub(crate) fn select<B: GuestBus>(i: &Instruction, insn: &mut Insn<B>) -> Option
 
 #[cfg(test)]
 mod tests {
+    use x86_cpu::Feature;
     use x86_defs::{reg, rflags};
 
     use crate::{
         Interp, RunStop,
         test_bus::{at, machine},
     };
+
+    #[test]
+    fn a_line_is_copied_at_once() {
+        const AREA: u64 = at::HANDLER;
+        // movdir64b rdi, [rsi+8]
+        const CODE: &[u8] = &[0x66, 0x0f, 0x38, 0xf8, 0x7e, 0x08];
+        for (offset, aligned) in [(0x40, true), (0x48, false)] {
+            let (mut cpu, mut bus) = machine(true, 0);
+            cpu.features.set(Feature::Movdir64b, true);
+            bus.put(at::CODE, CODE);
+            let line: Vec<u8> = (1..=64).collect();
+            bus.put(AREA + 0x108, &line);
+            cpu.gpr[reg::RSI] = AREA + 0x100;
+            cpu.gpr[reg::RDI] = AREA + offset;
+            let mut interp = Interp::new();
+            let insn = interp.prepare(&cpu, CODE).unwrap();
+            interp.execute(&mut cpu, &mut bus, &insn);
+            let first = bus.get64(AREA + offset);
+            let last = bus.get64(AREA + offset + 56);
+            let want = [0x0807_0605_0403_0201, 0x403f_3e3d_3c3b_3a39];
+            assert_eq!([first, last], if aligned { want } else { [0; 2] });
+            let next = at::CODE + CODE.len() as u64;
+            assert_eq!(cpu.rip() == next, aligned);
+        }
+    }
 
     /// The element's end is 2^64, which no address is.
     #[test]
