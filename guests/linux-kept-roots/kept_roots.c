@@ -28,10 +28,15 @@
 #include <linux/objtool.h>
 #include <linux/percpu.h>
 #include <linux/uaccess.h>
+#include <linux/version.h>
 #include <asm/cpufeature.h>
 #include <asm/msr.h>
 #include <asm/processor.h>
 #include <asm/special_insns.h>
+
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 3, 0)
+#error "for Linux before 6.3: in later ones load_new_mm_cr3 is mostly no function of its own"
+#endif
 
 #define MSR_ROOTS	0x616b0001
 #define KEEP		(1ull << 63)
