@@ -59,7 +59,9 @@ pub(crate) fn is_installed(package: &str) -> bool {
 
 /// Returns true if apt's lists have the package.
 pub(crate) fn is_known(package: &str) -> bool {
-    tool(Command::new("apt-cache").args(["show", "-q", package])).is_ok()
+    // `apt-cache show` would take a name with a point in it for a pattern.
+    let names = tool(Command::new("apt-cache").args(["pkgnames", package]));
+    names.is_ok_and(|names| names.lines().any(|name| name == package))
 }
 
 /// Returns a 32-bit static busybox.
