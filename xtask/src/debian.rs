@@ -92,6 +92,7 @@ pub(crate) fn kernel(package: &str, name: &str) -> Result<PathBuf, String> {
         packages.insert(0, image);
         unpack_all(&packages, name)?;
         as_in_older_packages(&place).map_err(|e| format!("{}: {e}", place.display()))?;
+        decompress_modules(&place)?;
     }
     newest(&boot).ok_or_else(|| format!("{}: no kernel in it", boot.display()))
 }
@@ -134,6 +135,21 @@ fn newest(boot: &Path) -> Option<PathBuf> {
                 .is_some_and(|n| n.to_string_lossy().starts_with("vmlinuz-"))
         })
         .max()
+}
+
+/// Debian 13's modules are compressed.
+fn decompress_modules(place: &Path) -> Result<(), String> {
+    let modules = place.join("lib/modules");
+    let found = |limit: &[&str]| {
+        let mut find = Command::new("find");
+        find.arg(&modules).args(["-name", "*.ko.xz"]).args(limit);
+        tool(&mut find)
+    };
+    if found(&["-print", "-quit"])?.is_empty() {
+        return Ok(());
+    }
+    install(&["xz-utils"])?;
+    found(&["-exec", "xz", "-d", "{}", "+"]).map(drop)
 }
 
 /// Downloads and unpacks a Debian package into the cache, if it is not there. Returns the folder.
