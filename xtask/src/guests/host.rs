@@ -71,15 +71,28 @@ fn compile(source: &str, program: &Path) -> Result<(), String> {
     }
 }
 
-/// Returns the paths with `*` replaced by the names that exist. All paths have to exist.
+/// Returns the highest of the numbers that end names in this folder and come behind `prefix`.
+fn newest(folder: &str, prefix: &str) -> Option<u32> {
+    let entries = fs::read_dir(folder).ok()?.flatten();
+    let names = entries.map(|entry| entry.file_name());
+    let numbers = names.filter_map(|name| name.to_str()?.strip_prefix(prefix)?.parse().ok());
+    numbers.max()
+}
+
+/// Returns the paths with `*` replaced by the names that exist, and `$PYTHON` and `$GCC` by the versions of Python and
+/// GCC. All paths have to exist.
 pub(super) fn expand(paths: &[&str]) -> Result<Vec<String>, String> {
+    let python = format!("3.{}", newest("/usr/lib", "python3.").unwrap_or(0));
+    let gcc = newest("/usr/lib/gcc/x86_64-linux-gnu", "").unwrap_or(0);
     let mut found = Vec::new();
     for path in paths {
+        let path = path.replace("$PYTHON", &python);
+        let path = path.replace("$GCC", &gcc.to_string());
         let Some((before, after)) = path.split_once('*') else {
-            if !Path::new(path).exists() {
+            if !Path::new(&path).exists() {
                 return Err(format!("{path}: not on this machine"));
             }
-            found.push((*path).to_owned());
+            found.push(path);
             continue;
         };
         let (folder, prefix) = before.rsplit_once('/').unwrap_or(("", before));
@@ -89,7 +102,7 @@ pub(super) fn expand(paths: &[&str]) -> Result<Vec<String>, String> {
             .filter(|n| n.len() >= prefix.len() + after.len())
             .filter(|n| n.starts_with(prefix) && n.ends_with(after))
             .map(|n| format!("{folder}/{n}"))
-            .filter(|p| Path::new(p).is_file())
+            .filter(|p| Path::new(p).exists())
             .collect();
         if names.is_empty() {
             return Err(format!("{path}: nothing like it on this machine"));

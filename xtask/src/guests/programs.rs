@@ -41,28 +41,29 @@ pub(super) const MODULE: &str = "dummy.ko";
 pub(super) const FULL_KERNEL: [&str; 1] = ["segments"];
 
 const PYTHON: &[&str] = &[
-    "/usr/bin/python3.11",
-    "/usr/lib/python3.11/*.py",
-    "/usr/lib/python3.11/collections",
-    "/usr/lib/python3.11/encodings",
-    "/usr/lib/python3.11/importlib",
-    "/usr/lib/python3.11/json",
-    "/usr/lib/python3.11/lib-dynload",
-    "/usr/lib/python3.11/re",
+    "/usr/bin/python3",
+    "/usr/lib/python$PYTHON/*.py",
+    "/usr/lib/python$PYTHON/collections",
+    "/usr/lib/python$PYTHON/encodings",
+    "/usr/lib/python$PYTHON/importlib",
+    "/usr/lib/python$PYTHON/json",
+    "/usr/lib/python$PYTHON/lib-dynload",
+    "/usr/lib/python$PYTHON/pathlib*",
+    "/usr/lib/python$PYTHON/re",
 ];
 
 const GCC: &[&str] = &[
     "/usr/bin/gcc",
     "/usr/bin/as",
     "/usr/bin/ld",
-    "/usr/lib/gcc/x86_64-linux-gnu/12/cc1",
-    "/usr/lib/gcc/x86_64-linux-gnu/12/collect2",
-    "/usr/lib/gcc/x86_64-linux-gnu/12/liblto_plugin.so",
-    "/usr/lib/gcc/x86_64-linux-gnu/12/lto-wrapper",
-    "/usr/lib/gcc/x86_64-linux-gnu/12/crt*.o",
-    "/usr/lib/gcc/x86_64-linux-gnu/12/libgcc.a",
-    "/usr/lib/gcc/x86_64-linux-gnu/12/libgcc_s.so",
-    "/usr/lib/gcc/x86_64-linux-gnu/12/include",
+    "/usr/lib/gcc/x86_64-linux-gnu/$GCC/cc1",
+    "/usr/lib/gcc/x86_64-linux-gnu/$GCC/collect2",
+    "/usr/lib/gcc/x86_64-linux-gnu/$GCC/liblto_plugin.so",
+    "/usr/lib/gcc/x86_64-linux-gnu/$GCC/lto-wrapper",
+    "/usr/lib/gcc/x86_64-linux-gnu/$GCC/crt*.o",
+    "/usr/lib/gcc/x86_64-linux-gnu/$GCC/libgcc.a",
+    "/usr/lib/gcc/x86_64-linux-gnu/$GCC/libgcc_s.so",
+    "/usr/lib/gcc/x86_64-linux-gnu/$GCC/include",
     "/usr/lib/x86_64-linux-gnu/*crt1.o",
     "/usr/lib/x86_64-linux-gnu/crti.o",
     "/usr/lib/x86_64-linux-gnu/crtn.o",
@@ -132,7 +133,7 @@ pub(super) const PROGRAMS: &[Program] = &[
         paths: PYTHON,
         script: r#"
             export PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE=1
-            python3.11 -S -c '
+            python3 -S -c '
 import math, cmath, json, re, hashlib, decimal, fractions, struct, zlib, random, itertools, statistics
 r = random.Random(7)
 xs = [r.uniform(-50, 50) for _ in range(300)]
@@ -493,18 +494,19 @@ END
     // Single steps, breakpoints and data watchpoints through ptrace and the debug registers.
     Program {
         name: "gdb",
-        packages: &["gdb", "libpython3.11-stdlib"],
+        packages: &["gdb", "libpython3-stdlib"],
         paths: &[
             "/usr/bin/gdb",
             "/usr/share/gdb",
             "/lib/x86_64-linux-gnu/libthread_db.so.1",
-            "/usr/lib/python3.11/*.py",
-            "/usr/lib/python3.11/collections",
-            "/usr/lib/python3.11/ctypes",
-            "/usr/lib/python3.11/encodings",
-            "/usr/lib/python3.11/importlib",
-            "/usr/lib/python3.11/lib-dynload",
-            "/usr/lib/python3.11/re",
+            "/usr/lib/python$PYTHON/*.py",
+            "/usr/lib/python$PYTHON/collections",
+            "/usr/lib/python$PYTHON/ctypes",
+            "/usr/lib/python$PYTHON/encodings",
+            "/usr/lib/python$PYTHON/importlib",
+            "/usr/lib/python$PYTHON/lib-dynload",
+            "/usr/lib/python$PYTHON/pathlib*",
+            "/usr/lib/python$PYTHON/re",
         ],
         script: r#"
             cd /tmp && cat >commands <<'END'
