@@ -558,7 +558,7 @@ END
             "] main top",
             "annotated",
             "no last-branch records",
-            "its own tests: 9 good, 0 failed",
+            "its own tests are good",
         ]),
         mem: "512M",
         cpus: 2,
