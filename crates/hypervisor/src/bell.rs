@@ -49,6 +49,14 @@ impl Bell {
         })
     }
 
+    /// True if the host says that both ring the same eventfd.
+    pub(crate) fn is_same_eventfd(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Event { id, .. }, Self::Event { id: other, .. }) => id.is_surely(*other),
+            _ => false,
+        }
+    }
+
     /// Rings the doorbell. Never blocks: a full counter is a signal already, and a missing reader is the VMM's
     /// business.
     #[inline]
@@ -106,12 +114,15 @@ impl Identity {
     }
 }
 
-/// Maps an error to EBADF for a number that is not open, and to EINVAL for a file that is no eventfd.
+/// Maps an error to EBADF for a number that is not open, to EINVAL for a file that is no eventfd, and to EMFILE if there
+/// is no number for a duplicate.
 pub(crate) fn not_an_eventfd(error: std::io::Error) -> Error {
-    if error.kind() == std::io::ErrorKind::InvalidInput {
-        Error::InvalidArgument
-    } else {
-        Error::BadFd
+    /// ENFILE, EMFILE.
+    const NO_MORE: [i32; 2] = [23, 24];
+    match error.raw_os_error() {
+        _ if error.kind() == std::io::ErrorKind::InvalidInput => Error::InvalidArgument,
+        Some(errno) if NO_MORE.contains(&errno) => Error::TooManyFiles,
+        _ => Error::BadFd,
     }
 }
 

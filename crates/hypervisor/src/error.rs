@@ -45,6 +45,9 @@ pub enum Error {
     /// EBADF.
     #[error("bad file descriptor")]
     BadFd,
+    /// EMFILE.
+    #[error("too many open files")]
+    TooManyFiles,
     /// EIO.
     #[error("input/output error")]
     Io,

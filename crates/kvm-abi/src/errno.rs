@@ -46,6 +46,7 @@ const NAMES: &[(i32, &str)] = &[
     (libc::EINTR, "EINTR"),
     (libc::EINVAL, "EINVAL"),
     (libc::EIO, "EIO"),
+    (libc::EMFILE, "EMFILE"),
     (libc::ENODEV, "ENODEV"),
     (libc::ENOENT, "ENOENT"),
     (libc::ENOMEM, "ENOMEM"),
@@ -104,6 +105,7 @@ impl From<hypervisor::Error> for Errno {
             Error::NoSpace => libc::ENOSPC,
             Error::Permission => libc::EPERM,
             Error::BadFd => libc::EBADF,
+            Error::TooManyFiles => libc::EMFILE,
             Error::Io => libc::EIO,
         })
     }
@@ -134,6 +136,7 @@ mod tests {
             (Error::NoSpace, "ENOSPC"),
             (Error::Permission, "EPERM"),
             (Error::BadFd, "EBADF"),
+            (Error::TooManyFiles, "EMFILE"),
             (Error::Io, "EIO"),
         ];
         for (error, name) in rows {

@@ -5,7 +5,7 @@
 //! its readers. Afterwards no vCPU rings the doorbell, and nothing refers to it. Otherwise a VMM that removes a
 //! doorbell and then reads the eventfd a last time could miss a signal.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::{Arc, PoisonError, Weak, atomic::Ordering};
 
 use host::EventFd;
 use io_bus::{DoorbellError, DoorbellSpec, Space, WriteAnswer};
@@ -80,8 +80,25 @@ impl Drop for Doorbell {
     }
 }
 
+impl VmState {
+    /// Returns what rings the eventfd. Each takes a descriptor of the process, so no eventfd has two.
+    fn bell(&self, fd: i32) -> Result<Arc<Bell>> {
+        let new = Bell::eventfd(fd)?;
+        let mut bells = self.bells.lock().unwrap_or_else(PoisonError::into_inner);
+        bells.retain(|bell| bell.strong_count() > 0);
+        let mut known = bells.iter().filter_map(Weak::upgrade);
+        if let Some(same) = known.find(|bell| bell.is_same_eventfd(&new)) {
+            return Ok(same);
+        }
+        let new = Arc::new(new);
+        bells.push(Arc::downgrade(&new));
+        Ok(new)
+    }
+}
+
 impl Vm {
-    /// KVM_IOEVENTFD. EBADF or EINVAL for what is no eventfd; EINVAL for unknown flags and lengths, EEXIST if some
+    /// KVM_IOEVENTFD. EBADF or EINVAL for what is no eventfd, EMFILE if the process has all the descriptors that it may
+    /// have; EINVAL for unknown flags and lengths, EEXIST if some
     /// write would ring two doorbells, ENOENT for removing one that does not exist. Once removed, a doorbell's eventfd
     /// is not signalled any more.
     pub fn ioeventfd(&self, args: &kvm_ioeventfd) -> Result<()> {
@@ -121,7 +138,7 @@ impl Vm {
         // Errors of the address come before errors of the eventfd.
         spec.check()?;
         let fd = args.fd;
-        let bell = Arc::new(self.state.on_worker(move |_| Bell::eventfd(fd))?);
+        let bell = self.state.on_worker(move |state| state.bell(fd))?;
         self.state.has_io.store(true, Ordering::Release);
         Ok(io.update(|io| io.doorbells.assign(spec, bell))?)
     }

@@ -20,7 +20,7 @@ pub use irqfd::{IrqTrigger, direct as irqfd_direct};
 pub use options::{EventFilter, MsrRange};
 
 use std::sync::{
-    Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard,
+    Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, Weak,
     atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
 };
 
@@ -33,7 +33,7 @@ use mmu::Mmu;
 use self::{chips::Chips, clock::VmClock, coalesced::Ring, irqfd::Irqfds, options::Options};
 use crate::{
     EngineOptions, Error, Result,
-    bell::IoTable,
+    bell::{Bell, IoTable},
     limits::MAX_VCPUS,
     shared::{VcpuShared, request},
     sink::{Sink, StatKind, StatsSink},
@@ -47,6 +47,8 @@ pub(crate) struct VmState {
     vcpus: RwLock<Vec<Arc<VcpuShared>>>,
     chips: OnceLock<Chips>,
     irqfds: Irqfds,
+    /// Those of eventfds: one for each eventfd, however many doorbells it has.
+    bells: Mutex<Vec<Weak<Bell>>>,
     boot_id: AtomicU32,
     /// Times that vCPUs were asked to drop translations.
     flush_requests: AtomicU64,
@@ -133,6 +135,7 @@ impl Vm {
             vcpus: RwLock::default(),
             chips: OnceLock::new(),
             irqfds: Irqfds::default(),
+            bells: Mutex::default(),
             boot_id: AtomicU32::new(0),
             flush_requests: AtomicU64::new(0),
             stats: OnceLock::new(),
