@@ -230,10 +230,11 @@ impl Machine {
             "export PATH=/opt/.cargo/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
              RUSTUP_HOME=/opt/.rustup CARGO_HOME=/opt/.cargo; cd /src 2>/dev/null || cd /; {script}"
         );
+        // Not chroot, in which the kernel allows no user namespaces.
         let outer = format!(
-            "set -e; mount --make-rprivate /; mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev; \
-             mount --rbind /sys {root}/sys; cp /etc/resolv.conf {root}/etc/resolv.conf; \
-             exec chroot {root} su {user} -s /bin/sh -c \"$1\""
+            "set -e; mount --make-rprivate /; mount --bind {root} {root}; cd {root}; mount -t proc proc proc; \
+             mount --rbind /dev dev; mount --rbind /sys sys; cp /etc/resolv.conf etc/resolv.conf; \
+             mkdir -p outside; pivot_root . outside; umount -l outside; exec su {user} -s /bin/sh -c \"$1\""
         );
         let mut child = Command::new("unshare")
             .args([
