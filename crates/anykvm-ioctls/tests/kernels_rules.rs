@@ -95,6 +95,45 @@ fn direct_timers_and_cluster_ipis_need_a_lapic_in_the_kernel() {
     }
 }
 
+/// KVM_GET_ONE_REG: KVM_X86_REG_MSR names an MSR.
+#[test]
+fn msrs_are_registers() {
+    const MSR: u64 = 0x2030_0002_0000_0000;
+    const TSC_AUX: u64 = 0xc000_0103;
+    const STAR: u64 = 0xc000_0081;
+    let kvm = Kvm::new().unwrap();
+    assert!(kvm.check_extension_raw(KVM_CAP_ONE_REG.into()) > 0);
+    let vm = kvm.create_vm().unwrap();
+    let vcpu = vm.create_vcpu(0).unwrap();
+    let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    vcpu.set_cpuid2(&cpuid).unwrap();
+    for (index, value) in [(TSC_AUX, 7u64), (STAR, 0x0023_0010_1234_5678)] {
+        let set = vcpu.set_one_reg(MSR | index, &value.to_le_bytes());
+        assert_eq!(set.unwrap(), 8);
+        let mut read = [0; 8];
+        assert_eq!(vcpu.get_one_reg(MSR | index, &mut read).unwrap(), 8);
+        assert_eq!(u64::from_le_bytes(read), value);
+    }
+    // No MSR, a register of 32 bits, KVM's own without shadow stacks, another architecture's; a value that is refused.
+    let others = [
+        MSR | 0xffff_0000,
+        0x2020_0002_0000_0010,
+        0x2030_0003_0000_0000,
+    ];
+    for id in others.into_iter().chain([0x6030_0002_0000_0010]) {
+        let error = vcpu.get_one_reg(id, &mut [0; 8]).unwrap_err();
+        assert_eq!(error.errno(), libc::EINVAL, "{id:#x}");
+    }
+    let refused = vcpu.set_one_reg(MSR | TSC_AUX, &u64::MAX.to_le_bytes());
+    assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
+    let mut list = kvm_reg_list {
+        n: 5,
+        ..Default::default()
+    };
+    ioctl(&vcpu, kvm_abi::numbers::KVM_GET_REG_LIST, &mut list).unwrap();
+    assert_eq!(list.n, 0);
+}
+
 #[test]
 fn branch_traces_and_sampling_are_not_there() {
     const MISC_ENABLE: u32 = 0x1a0;

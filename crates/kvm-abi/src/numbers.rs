@@ -119,6 +119,7 @@ pub const KVM_SET_XCRS: u32 = iow::<kvm_xcrs>(0xa7);
 pub const KVM_GET_ONE_REG: u32 = iow::<kvm_one_reg>(0xab);
 pub const KVM_SET_ONE_REG: u32 = iow::<kvm_one_reg>(0xac);
 pub const KVM_KVMCLOCK_CTRL: u32 = io(0xad);
+pub const KVM_GET_REG_LIST: u32 = iowr::<kvm_reg_list>(0xb0);
 pub const KVM_SET_PMU_EVENT_FILTER: u32 = iow::<kvm_pmu_event_filter>(0xb2);
 pub const KVM_SMI: u32 = io(0xb7);
 pub const KVM_MEMORY_ENCRYPT_OP: u32 = iowr::<u64>(0xba);

@@ -62,6 +62,7 @@ plain!(
     kvm_msi,
     kvm_msr_entry,
     kvm_msr_filter,
+    kvm_one_reg,
     kvm_pit_config,
     kvm_pit_state,
     kvm_pit_state2,

@@ -77,6 +77,7 @@ const fn is_there(cap: u32) -> bool {
             | KVM_CAP_READONLY_MEM
             | KVM_CAP_IMMEDIATE_EXIT
             | KVM_CAP_GET_MSR_FEATURES
+            | KVM_CAP_ONE_REG
             | KVM_CAP_CHECK_EXTENSION_VM
             | KVM_CAP_SET_BOOT_CPU_ID
             | KVM_CAP_SREGS2

@@ -15,7 +15,6 @@ use crate::user_memory::Arg;
 use crate::vcpu::Vcpu;
 
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
-const NO_ONE_REG: &str = "x86 vCPUs have no such registers here (KVM_CAP_ONE_REG is 0)";
 
 pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_RUN", KVM_RUN, run),
@@ -154,8 +153,22 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_SET_NESTED_STATE", KVM_SET_NESTED_STATE, |_, arg| {
         nested::set(arg)
     }),
-    Row::refused("KVM_GET_ONE_REG", KVM_GET_ONE_REG, libc::EINVAL, NO_ONE_REG),
-    Row::refused("KVM_SET_ONE_REG", KVM_SET_ONE_REG, libc::EINVAL, NO_ONE_REG),
+    Row::done("KVM_GET_ONE_REG", KVM_GET_ONE_REG, |vcpu, arg| {
+        let reg: kvm_one_reg = arg.read()?;
+        let mut msr = [one_msr(reg.id, 0)?];
+        all_of(vcpu.get_msrs(&mut msr)?, &msr)?;
+        Arg(reg.addr).write(&msr[0].data)
+    }),
+    Row::done("KVM_SET_ONE_REG", KVM_SET_ONE_REG, |vcpu, arg| {
+        let reg: kvm_one_reg = arg.read()?;
+        let msr = [one_msr(reg.id, Arg(reg.addr).read()?)?];
+        all_of(vcpu.set_msrs(&msr)?, &msr)
+    }),
+    Row::done("KVM_GET_REG_LIST", KVM_GET_REG_LIST, |_, arg| {
+        // KVM lists the registers that are no MSRs: none without shadow stacks.
+        let _room: u64 = arg.read()?;
+        arg.write(&0u64)
+    }),
     Row::done("KVM_SET_DEVICE_ATTR", KVM_SET_DEVICE_ATTR, |vcpu, arg| {
         let offset = Arg(tsc_offset_attr(arg)?.addr).read()?;
         done(vcpu.hypervisor().set_tsc_offset(offset))
@@ -266,4 +279,25 @@ fn set_xsave(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
     let words = arg.read_list::<u32>(xsave.region.len())?;
     xsave.region.copy_from_slice(&words);
     done(vcpu.hypervisor().set_xsave(&xsave))
+}
+
+/// Returns the MSR that a register of KVM_GET_ONE_REG stands for. EINVAL for any other register.
+fn one_msr(id: u64, data: u64) -> Result<kvm_msr_entry> {
+    /// KVM_REG_X86, KVM_REG_SIZE_U64, KVM_X86_REG_TYPE_MSR.
+    const MSR: u64 = 0x20 << 56 | 3 << 52 | 2 << 32;
+    let index = u32::try_from(id ^ MSR).map_err(|_| Errno::new(libc::EINVAL))?;
+    Ok(kvm_msr_entry {
+        index,
+        data,
+        ..Default::default()
+    })
+}
+
+/// EINVAL if fewer MSRs were read or written.
+fn all_of(count: usize, msrs: &[kvm_msr_entry]) -> Result<i32> {
+    if count == msrs.len() {
+        Ok(0)
+    } else {
+        Err(Errno::new(libc::EINVAL))
+    }
 }

@@ -284,7 +284,8 @@ impl VcpuFd {
     ///
     /// # Errors
     ///
-    /// EINVAL when `data` is shorter than the register, and for every register: x86 has none.
+    /// EINVAL when `data` is shorter than the register, for what is no MSR, and for MSRs that are not there or do not
+    /// take the value.
     pub fn set_one_reg(&self, reg_id: u64, data: &[u8]) -> Result<usize> {
         self.one_reg(KVM_SET_ONE_REG, reg_id, data.as_ptr(), data.len())
     }
