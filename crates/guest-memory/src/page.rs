@@ -98,6 +98,10 @@ macro_rules! cmpxchg {
     }};
 }
 
+/// Bytes from which on REP MOVSB is faster than pieces of 16 bytes: it takes long to begin, and what is read by it waits
+/// for stores under way.
+const MOVS_PAYS: usize = 1024;
+
 impl HostPage {
     /// Wraps `base`, the page-aligned first byte of a page that belongs to a slot.
     pub(crate) fn new(base: *mut u8) -> Self {
@@ -301,12 +305,19 @@ impl HostPage {
         }
         let mut p = self.0.wrapping_add(offset as usize);
         let mut rest = buf;
-        if rest.len() > 64 {
+        if rest.len() > MOVS_PAYS {
             // SAFETY: both sides are valid for the length; a guest write that
             // races gives some mix of old and new bytes, as on hardware.
             unsafe { rep_movs(rest.as_mut_ptr(), p, rest.len(), 1) };
             return true;
         }
+        let (pieces, last) = rest.as_chunks_mut::<16>();
+        for piece in pieces {
+            // SAFETY: the 16 bytes are part of the range checked above.
+            *piece = unsafe { load(p, 16) }.to_le_bytes();
+            p = p.wrapping_add(16);
+        }
+        rest = last;
         while !rest.is_empty() {
             let n = piece(rest.len());
             let (now, later) = rest.split_at_mut(n);
@@ -326,12 +337,19 @@ impl HostPage {
         }
         let mut p = self.0.wrapping_add(offset as usize);
         let mut rest = buf;
-        if rest.len() > 64 {
+        if rest.len() > MOVS_PAYS {
             // SAFETY: both sides are valid for the length, and guest RAM never
             // overlaps a Rust object.
             unsafe { rep_movs(p, rest.as_ptr(), rest.len(), 1) };
             return true;
         }
+        let (pieces, last) = rest.as_chunks::<16>();
+        for piece in pieces {
+            // SAFETY: the 16 bytes are part of the range checked above.
+            unsafe { store(p, 16, u128::from_le_bytes(*piece)) };
+            p = p.wrapping_add(16);
+        }
+        rest = last;
         while !rest.is_empty() {
             let n = piece(rest.len());
             let (now, later) = rest.split_at(n);
