@@ -19,6 +19,8 @@ use std::{
 
 use x86_defs::paging::PAGE_SIZE;
 
+use crate::PageCopy;
+
 /// The host address of a page of guest RAM.
 ///
 /// Obtained from a [`crate::Slot`] only; all methods check that the access
@@ -63,26 +65,6 @@ struct Nowhere(core::cell::UnsafeCell<[u8; 4096]>);
 // SAFETY: accessed only through `HostPage`, whose accesses may race.
 unsafe impl Sync for Nowhere {}
 static NOWHERE: Nowhere = Nowhere(core::cell::UnsafeCell::new([0; 4096]));
-
-/// Words of a page, as they were at some time.
-#[derive(Debug)]
-#[repr(align(64))]
-pub struct PageCopy([[u64; 8]; 64]);
-
-impl PageCopy {
-    /// A page of zeroes.
-    pub const ZERO: Self = Self([[0; 8]; 64]);
-
-    /// The 64 bytes from offset `64 * n` (modulo the page's size).
-    pub fn chunk(&self, n: usize) -> [u64; 8] {
-        self.0[n % 64]
-    }
-
-    /// Replaces the 64 bytes from offset `64 * n` (modulo the page's size).
-    pub fn set_chunk(&mut self, n: usize, words: [u64; 8]) {
-        self.0[n % 64] = words;
-    }
-}
 
 macro_rules! cmpxchg {
     ($p:expr, $old:expr, $new:expr, $t:ty, $class:ident, $fmt:literal, $acc:tt) => {{
