@@ -3,7 +3,7 @@
 use kvm_abi::{
     Call, FdKind,
     numbers::{
-        KVM_GET_DEVICE_ATTR, KVM_GET_DIRTY_LOG, KVM_SET_USER_MEMORY_REGION,
+        KVM_GET_DEVICE_ATTR, KVM_GET_DIRTY_LOG, KVM_GET_ONE_REG, KVM_SET_USER_MEMORY_REGION,
         KVM_SET_USER_MEMORY_REGION2,
     },
 };
@@ -293,7 +293,7 @@ impl Arguments<'_> {
 /// Returns where the argument of a call has the address that its results go to.
 fn target_of(number: u32) -> Option<usize> {
     match number {
-        KVM_GET_DIRTY_LOG => Some(8),
+        KVM_GET_DIRTY_LOG | KVM_GET_ONE_REG => Some(8),
         KVM_GET_DEVICE_ATTR => Some(16),
         _ => None,
     }

@@ -74,7 +74,13 @@ const ERRNOS: &[(&str, &[i32])] = &[
     ("KVM_SIGNAL_MSI", &[libc::EINVAL, libc::ENXIO, libc::EPERM]),
     (
         "KVM_IRQFD",
-        &[libc::EINVAL, libc::EBADF, libc::EBUSY, libc::ENOENT],
+        &[
+            libc::EINVAL,
+            libc::EBADF,
+            libc::EBUSY,
+            libc::ENOENT,
+            libc::EMFILE,
+        ],
     ),
     (
         "KVM_HYPERV_EVENTFD",
@@ -88,6 +94,7 @@ const ERRNOS: &[(&str, &[i32])] = &[
             libc::EEXIST,
             libc::ENOENT,
             libc::ENOSPC,
+            libc::EMFILE,
         ],
     ),
     ("KVM_REGISTER_COALESCED_MMIO", &[libc::EINVAL, libc::ENOSPC]),
@@ -152,6 +159,9 @@ const ERRNOS: &[(&str, &[i32])] = &[
     ("KVM_X86_SETUP_MCE", &[libc::EINVAL]),
     ("KVM_X86_SET_MCE", &[libc::EINVAL]),
     ("KVM_SET_SIGNAL_MASK", &[libc::EINVAL]),
+    ("KVM_GET_ONE_REG", &[libc::EINVAL]),
+    ("KVM_SET_ONE_REG", &[libc::EINVAL]),
+    ("KVM_GET_REG_LIST", &[]),
     (
         "KVM_PRE_FAULT_MEMORY",
         &[libc::EINVAL, libc::ENOENT, libc::EINTR],
