@@ -97,6 +97,12 @@ pub(crate) fn kernel(package: &str, name: &str) -> Result<PathBuf, String> {
     newest(&boot).ok_or_else(|| format!("{}: no kernel in it", boot.display()))
 }
 
+/// Returns the release of such a kernel.
+pub(crate) fn release(kernel: &Path) -> String {
+    let name = kernel.file_name().unwrap_or_default().to_string_lossy();
+    name.trim_start_matches("vmlinuz-").to_owned()
+}
+
 /// Returns the names of the packages that a package depends on.
 pub(crate) fn depends(package: &str) -> Result<Vec<String>, String> {
     let depends = tool(Command::new("apt-cache").args(["depends", package]))?;

@@ -11,14 +11,13 @@ use crate::{debian, tidy::root, tool::tool};
 /// Builds the module in `guests/NAME` for a kernel (`…/vmlinuz-RELEASE`). Returns the folder that the module, and a copy of
 /// its sources, are in.
 pub(crate) fn build(kernel: &Path, name: &str) -> Result<PathBuf, String> {
-    let file = kernel.file_name().unwrap_or_default().to_string_lossy();
-    let release = file.trim_start_matches("vmlinuz-");
+    let release = debian::release(kernel);
     // What a kernel has to be built with depends on Debian's release. The headers are only unpacked.
     let depends = debian::depends(&format!("linux-headers-{release}"))?;
     let compiler = depends.iter().find_map(|package| compiler(package));
     let compiler = compiler.ok_or_else(|| format!("{release}: what compiled it is not told"))?;
     debian::install(&["make", compiler])?;
-    let headers = headers(release, depends)?;
+    let headers = headers(&release, depends)?;
     let (from, folder) = (
         root().join("guests").join(name),
         root().join("target").join(name),

@@ -80,8 +80,7 @@ macro_rules! cmpxchg {
     }};
 }
 
-/// Bytes from which on REP MOVSB is faster than pieces of 16 bytes: it takes long to begin, and what is read by it waits
-/// for stores under way.
+/// Copies of more bytes go by REP MOVSB. It takes long to begin, and waits for stores under way to what it reads.
 const MOVS_PAYS: usize = 1024;
 
 impl HostPage {
@@ -435,10 +434,9 @@ fn elements_len(count: u64, unit: u64) -> Option<u64> {
     count.checked_mul(unit).filter(|len| *len <= PAGE_SIZE)
 }
 
-/// Returns the size of the largest single access that fits `len`.
+/// Returns the size of the largest single access that fits `len`, which is less than 16.
 fn piece(len: usize) -> usize {
     match len {
-        16.. => 16,
         8.. => 8,
         4.. => 4,
         2.. => 2,

@@ -34,8 +34,7 @@ const COMMAND: &str = "
 pub(super) fn run(anykvm: &Path) -> Result<Option<Duration>, String> {
     debian::install(&["rt-tests"])?;
     let kernel = debian::kernel("linux-image-cloud-amd64", "kernel-cloud-amd64")?;
-    let file = kernel.file_name().unwrap_or_default().to_string_lossy();
-    if version(file.trim_start_matches("vmlinuz-")) >= (6, 3) {
+    if version(&debian::release(&kernel)) >= (6, 3) {
         return Ok(None);
     }
     let folder = build(&kernel)?;

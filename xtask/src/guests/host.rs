@@ -35,8 +35,7 @@ pub(super) fn prepare() -> Result<PathBuf, String> {
     let module = opt.join(MODULE);
     if !module.exists() {
         let kernel = kernel()?;
-        let name = kernel.file_name().unwrap_or_default().to_string_lossy();
-        let release = name.trim_start_matches("vmlinuz-");
+        let release = crate::debian::release(&kernel);
         let folder = kernel
             .with_file_name("")
             .join("../lib/modules")

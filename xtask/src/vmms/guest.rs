@@ -190,8 +190,7 @@ fn host_sum(data: &[u8]) -> String {
 
 /// Returns the files of these modules, each behind those that it depends on. A kernel need not have them.
 pub(crate) fn modules(kernel: &Path, names: &[&str]) -> Result<Vec<PathBuf>, String> {
-    let release = kernel.file_name().unwrap_or_default().to_string_lossy();
-    let release = release.trim_start_matches("vmlinuz-").to_owned();
+    let release = crate::debian::release(kernel);
     let root = kernel.parent().and_then(Path::parent).unwrap_or(kernel);
     let mut known = BTreeMap::new();
     find(&root.join("lib/modules").join(release), &mut known);

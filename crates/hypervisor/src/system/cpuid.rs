@@ -290,13 +290,12 @@ fn make_supported_cpuid() -> Vec<kvm_cpuid_entry2> {
         },
     ));
     let mut leaf7 = vec![leaf7()];
-    let highest = leaf7[0].eax;
-    for subleaf in 1..=highest {
+    // Only Intel's have a second one.
+    for subleaf in 1..=leaf7[0].eax {
         let h = host_subleaf(7, subleaf);
         let mut shown = Regs::default();
         match subleaf {
             1 => shown.eax = h.eax & L7_1_EAX_HOST,
-            _ if amd => {}
             _ => shown.edx = h.edx & L7_2_EDX_INTEL,
         }
         leaf7.push(shown);

@@ -162,8 +162,8 @@ impl Vm {
         })
     }
 
-    /// KVM_IRQFD. EBADF or EINVAL for what is no eventfd, EINVAL for unknown flags and without chips, EBUSY if the
-    /// eventfd is in use already, by this or another VM. When an irqfd is removed, what was signalled before is
+    /// KVM_IRQFD. EBADF or EINVAL for what is no eventfd, EMFILE if the process has all the descriptors that it may have,
+    /// EINVAL for unknown flags and without chips, EBUSY if the eventfd is in use already, by this or another VM. When an irqfd is removed, what was signalled before is
     /// delivered, and nothing afterwards.
     pub fn irqfd(&self, args: &kvm_irqfd) -> Result<()> {
         let args = *args;
