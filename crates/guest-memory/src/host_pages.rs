@@ -25,8 +25,13 @@
 //!
 //! Each change makes a new `HostPages`, and a vCPU uses the one of its own table. A vCPU that has not acknowledged goes
 //! on using the pages, which still exist, and stores what it learns in the old object, which no newer table reads. A
-//! vCPU that has acknowledged holds no page of the range. Waiting at a gate cannot deadlock: the next change, whose
-//! acknowledgement a waiting vCPU would delay, does not begin before the gate is open.
+//! vCPU that has acknowledged holds no page of the range.
+//!
+//! A vCPU that looks pages up in its own table has acknowledged the change at whose gate it waits
+//! ([`crate::GuestMemory::table_and_epoch`]). The next change, whose acknowledgement it delays, does not begin before the
+//! gate is open. But a vCPU also writes the guest's clock and the like, where it looks pages up in the newest table. The
+//! changer may then wait for a vCPU that waits at the gate, or for one that needs a lock of such a vCPU. So a changer
+//! that sees threads at the gate for a while ([`HostChange::is_waited_for`]) drops the change and begins another one.
 
 use std::{
     io,
@@ -44,12 +49,15 @@ use host::{LazyArray, futex, probe};
 #[derive(Debug)]
 pub(crate) struct Gate {
     closed: AtomicU32,
+    /// Number of threads that wait to access a page.
+    waiting: AtomicU32,
 }
 
 impl Gate {
     pub(crate) fn closed() -> Arc<Self> {
         Arc::new(Self {
             closed: AtomicU32::new(1),
+            waiting: AtomicU32::new(0),
         })
     }
 
@@ -62,9 +70,16 @@ impl Gate {
         futex::wake(&self.closed, u32::MAX);
     }
 
-    /// Waits until the gate is open, which takes as long as a system call that the VMM has begun.
+    /// Waits to access a page behind the gate.
     #[cold]
-    pub(crate) fn pass(&self) {
+    fn pass(&self) {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        self.wait();
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Waits until the gate is open, which takes as long as a system call that the VMM has begun.
+    pub(crate) fn wait(&self) {
         /// Limit of a single sleep: the kernel would restart an unlimited one after a signal handler.
         const NAP: Duration = Duration::from_millis(100);
         while self.is_closed() {
@@ -90,6 +105,11 @@ impl HostChange {
     /// The epoch that running vCPUs have to acknowledge before the change may be made.
     pub fn epoch(&self) -> u64 {
         self.epoch
+    }
+
+    /// True if some thread waits for the end of the change, to access a page.
+    pub fn is_waited_for(&self) -> bool {
+        self.gate.waiting.load(Ordering::Relaxed) != 0
     }
 }
 

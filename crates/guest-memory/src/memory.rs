@@ -69,9 +69,17 @@ impl GuestMemory {
         self.table.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the current slots. A vCPU keeps the snapshot until it synchronises.
+    /// Returns the current slots.
     pub fn table(&self) -> Arc<SlotTable> {
         Arc::clone(&self.read_table())
+    }
+
+    /// Returns the current slots, and the epoch with which they came. A vCPU keeps the snapshot until it synchronises;
+    /// it acknowledges this epoch. With an older one, the thread that made the slots would wait for a vCPU that uses
+    /// them already, and that may wait at their gate.
+    pub fn table_and_epoch(&self) -> (Arc<SlotTable>, u64) {
+        let table = self.read_table();
+        (Arc::clone(&table), self.epoch())
     }
 
     /// The number of requests made. It changes when a vCPU has something to do at its next synchronisation point.
@@ -112,7 +120,7 @@ impl GuestMemory {
                 return changing;
             };
             drop(changing);
-            gate.pass();
+            gate.wait();
         }
     }
 
@@ -134,7 +142,8 @@ impl GuestMemory {
         };
         changing.gate = Some(Arc::clone(&gate));
         // As in `set_slot`: once the write lock is held, no other thread uses the old table.
-        *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(new);
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        *table = Arc::new(new);
         Ok(Some(HostChange::new(gate, self.request())))
     }
 
@@ -166,7 +175,7 @@ impl GuestMemory {
         // Snapshots stay as they are.
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         Arc::make_mut(&mut table).apply(change);
-        drop(table);
+        // Still under the lock, as `table_and_epoch` needs it.
         Ok(self.request())
     }
 

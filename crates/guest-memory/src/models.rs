@@ -336,16 +336,13 @@ fn slot_and_fault(change: Change) {
 /// Acts as the MMU does: takes the table at a poll, drops tags of slots that are gone or that note more writes, and
 /// looks the slot up before it makes a tag.
 fn run_on_slot(page: &Page, memory: &GuestMemory) {
-    let mut seen = memory.epoch();
-    let mut table = memory.table();
+    let (mut table, mut seen) = memory.table_and_epoch();
     let mut has_tag = false;
     for number in 1..=2 {
-        let epoch = memory.epoch();
-        if epoch != seen {
-            table = memory.table();
+        if memory.epoch() != seen {
+            (table, seen) = memory.table_and_epoch();
             has_tag = false;
-            seen = epoch;
-            page.mailbox.set_epoch(epoch);
+            page.mailbox.set_epoch(seen);
         }
         let Some(slot) = table.by_number(0) else {
             break;
@@ -358,6 +355,29 @@ fn run_on_slot(page: &Page, memory: &GuestMemory) {
         page.content.store(number, Ordering::Relaxed);
     }
     page.is_outside.store(true, Ordering::Release);
+}
+
+#[test]
+fn a_table_comes_with_its_epoch() {
+    model(|| {
+        let memory = GuestMemory::new();
+        let config = SlotConfig {
+            slot: 0,
+            flags: 0,
+            gpa: 0,
+            size: 4096,
+            hva: 4096,
+        };
+        let before = memory.epoch();
+        let setter = {
+            let memory = Arc::clone(&memory);
+            thread::spawn(move || memory.set_slot(config).unwrap())
+        };
+        let (table, epoch) = memory.table_and_epoch();
+        let is_new = table.by_number(0).is_some();
+        assert_eq!(is_new, epoch != before);
+        assert_eq!(setter.join().unwrap(), before + 1);
+    });
 }
 
 #[test]

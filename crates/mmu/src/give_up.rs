@@ -24,10 +24,10 @@ impl Mmu {
 
     /// Carries out the requests of other threads, and acknowledges them.
     pub fn sync(&mut self, _cpu: &CpuState) {
-        let epoch = self.memory.epoch();
-        if epoch != self.seen_epoch {
+        if self.memory.epoch() != self.seen_epoch {
             self.stats.syncs += 1;
-            self.take_table();
+            let (table, epoch) = self.memory.table_and_epoch();
+            self.take_table(table);
             self.take_write_flush();
             self.seen_epoch = epoch;
             self.mailbox.set_epoch(epoch);
@@ -44,8 +44,7 @@ impl Mmu {
     }
 
     /// Takes over other slots, or other flags of the same slots.
-    fn take_table(&mut self) {
-        let table = self.memory.table();
+    fn take_table(&mut self, table: Arc<SlotTable>) {
         if self.seen_generation == table.generation() {
             if !Arc::ptr_eq(&table, &self.table) {
                 self.take_flags(table);

@@ -300,12 +300,15 @@ fn memory_that_a_vmm_takes_away_is_a_fault_of_kvm_run() {
         compile("memory.c", "memory", &[]),
         compile("memory.c", "memory-static", &["-static"]),
     ];
-    let modes: [&[&str]; 5] = [
+    let modes: [&[&str]; 8] = [
         &["calls"],
         &["running", "1"],
         &["running", "2"],
         &["toggle", "1", "300"],
         &["toggle", "2", "300"],
+        &["toggle", "2", "300", "harvest"],
+        &["toggle", "1", "50", "clock"],
+        &["toggle", "2", "50", "clock"],
     ];
     for engine in ["jit", "interp"] {
         for (program, mode) in programs.iter().flat_map(|p| modes.map(|m| (p, m))) {

@@ -5,6 +5,8 @@
  *     memory calls         each system call that takes memory away, between two KVM_RUNs
  *     memory running N     the same under N vCPUs that run
  *     memory toggle N M    rights that change M times under N vCPUs that write
+ *     memory toggle N M harvest    the same while a thread takes the dirty log
+ *     memory toggle N M clock      the same while the vCPUs have kvmclock's wall time written as well
  */
 #include "check.h"
 #include <pthread.h>
@@ -28,10 +30,16 @@ static int kvm, vm;
 static uint8_t *data, *view;
 static int file;
 
+static unsigned slot_flags;
+
 static void set_slot(int slot, uint64_t gpa, void *memory, uint64_t size)
 {
     struct kvm_userspace_memory_region region = {
-        .slot = slot, .guest_phys_addr = gpa, .memory_size = size, .userspace_addr = (uintptr_t)memory,
+        .slot = slot,
+        .flags = slot_flags,
+        .guest_phys_addr = gpa,
+        .memory_size = size,
+        .userspace_addr = (uintptr_t)memory,
     };
     CHECK(ioctl(vm, KVM_SET_USER_MEMORY_REGION, &region) == 0);
 }
@@ -215,9 +223,15 @@ static const uint8_t COUNTING[] = {
     0x26, 0x66, 0x83, 0x06, 0x00, 0x00, 0x01, /* add dword es:[0], 1 */
     0x26, 0x66, 0xa1, 0x04, 0x00,             /* mov eax, es:[4]: always 0 */
     0x66, 0x01, 0xc3,                         /* add ebx, eax */
-    0xeb, 0xed,                               /* jmp 1b */
+    0x66, 0xb9, 0x00, 0x4d, 0x56, 0x4b,       /* CLOCK: mov ecx, MSR_KVM_WALL_CLOCK_NEW */
+    0x66, 0x89, 0xf0,                         /* mov eax, esi */
+    0x66, 0x31, 0xd2,                         /* xor edx, edx */
+    0x0f, 0x30,                               /* wrmsr */
+    0xeb, 0xdf,                               /* jmp 1b */
 };
-enum { ADD = 0x1007 };
+/* At CLOCK, where no clock is asked for: jmp 1b. */
+static const uint8_t GOES_ON[] = { 0xeb, 0xed };
+enum { ADD = 0x1007, CLOCK = 0x1016 };
 
 static struct cpu {
     int number, fd;
@@ -257,7 +271,12 @@ static void *running(void *of)
 {
     struct cpu *cpu = of;
     start_at_0x1000(cpu->fd);
-    struct kvm_regs regs = { .rip = 0x1000, .rflags = 2, .rcx = (DATA + cpu->number * PAGE) >> 4 };
+    struct kvm_regs regs = {
+        .rip = 0x1000,
+        .rflags = 2,
+        .rcx = (DATA + cpu->number * PAGE) >> 4,
+        .rsi = DATA + (CPUS + cpu->number) * PAGE,
+    };
     CHECK(ioctl(cpu->fd, KVM_SET_REGS, &regs) == 0);
     while (!over) {
         int result = ioctl(cpu->fd, KVM_RUN, 0);
@@ -348,10 +367,23 @@ static void under_running(int number, int rounds)
     end();
 }
 
+static void *harvesting(void *unused)
+{
+    (void)unused;
+    uint64_t bitmap[(PAGES + 63) / 64];
+    struct kvm_dirty_log log = { .slot = 1, .dirty_bitmap = bitmap };
+    while (!over)
+        CHECK(ioctl(vm, KVM_GET_DIRTY_LOG, &log) == 0);
+    return NULL;
+}
+
 static void toggle(int number, int times)
 {
     int both = PROT_READ | PROT_WRITE;
     start(number);
+    pthread_t harvester;
+    if (slot_flags != 0)
+        CHECK(pthread_create(&harvester, NULL, harvesting, NULL) == 0);
     wait_for_progress();
     for (int n = 0; n < times; n++) {
         int one = n % 3 == 2;
@@ -366,6 +398,8 @@ static void toggle(int number, int times)
     }
     wait_for_progress();
     end();
+    if (slot_flags != 0)
+        CHECK(pthread_join(harvester, NULL) == 0);
     unsigned faults = 0;
     for (int n = 0; n < count; n++)
         faults += cpus[n].faults;
@@ -391,7 +425,12 @@ int main(int arguments, char **argument)
     CHECK(view != MAP_FAILED);
     int is_calls = strcmp(argument[1], "calls") == 0;
     memcpy(all + 0x1000, is_calls ? CODE : COUNTING, is_calls ? sizeof CODE : sizeof COUNTING);
+    const char *also = arguments > 4 ? argument[4] : "";
+    if (!is_calls && strcmp(also, "clock") != 0)
+        memcpy(all + CLOCK, GOES_ON, sizeof GOES_ON);
     set_slot(0, 0, all, 2 * PAGE);
+    if (strcmp(also, "harvest") == 0)
+        slot_flags = KVM_MEM_LOG_DIRTY_PAGES;
     set_slot(1, DATA, data, size);
     if (is_calls)
         calls();

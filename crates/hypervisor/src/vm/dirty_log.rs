@@ -3,11 +3,15 @@
 
 use std::sync::atomic::Ordering;
 
+use guest_memory::{HostChange, Mailbox};
+
 use super::{Vm, VmState};
 use crate::{Error, Result};
 
 /// Number of bitmap words that are processed at once.
 const CHUNK: usize = 512;
+/// After how many looks at a vCPU a change of host memory may begin anew; about 50 µs lie between two.
+const PATIENCE: u32 = 4;
 
 impl Vm {
     /// KVM_GET_DIRTY_LOG: passes the slot's bitmap to `show`, and clears it unless that is left to KVM_CLEAR_DIRTY_LOG.
@@ -89,22 +93,53 @@ impl VmState {
     /// Waits until each running vCPU has given up the pages that it was asked for, and has acknowledged `epoch`. Other
     /// vCPUs are not disturbed, and a sleeping vCPU is not woken.
     pub(super) fn wait_for_harvest(&self, epoch: u64) {
+        self.wait_for_running(epoch, Mailbox::posted, || true);
+    }
+
+    /// Waits until no running vCPU uses the memory that is about to change. Pages that harvests have asked for do not
+    /// matter: a vCPU may wait for the end of the change before it gives them up.
+    ///
+    /// Returns false if the change has to begin anew. A vCPU that has not acknowledged it may wait for its end: because
+    /// it writes to a page of the guest's clock, or because it needs a lock of a vCPU that does.
+    pub(super) fn wait_for_host_change(&self, change: &HostChange) -> bool {
+        let mut looks = 0;
+        let is_worth_waiting = || {
+            looks += 1;
+            looks % PATIENCE != 0 || !change.is_waited_for()
+        };
+        self.wait_for_running(change.epoch(), |_| 0, is_worth_waiting)
+    }
+
+    /// Waits until each running vCPU has acknowledged `epoch`, and all posts up to the number that `posted` gives.
+    /// Returns false if `goes_on`, which is asked now and then, does first.
+    fn wait_for_running(
+        &self,
+        epoch: u64,
+        posted: impl Fn(&Mailbox) -> u64,
+        mut goes_on: impl FnMut() -> bool,
+    ) -> bool {
         // Waiting is not under the lock, because a vCPU that is waited for may want it. If no vCPU was asked, nothing
         // is allocated.
         let asked: Vec<_> = {
             let vcpus = self.vcpus();
-            let asked = vcpus.iter().filter_map(|vcpu| vcpu.ask_for_pages(epoch));
+            let asked = vcpus
+                .iter()
+                .filter_map(|vcpu| vcpu.ask_for_pages(epoch, &posted));
             asked.collect()
         };
         if asked.is_empty() {
-            return;
+            return true;
         }
         self.flush_requests.fetch_add(1, Ordering::Relaxed);
         self.show_stats();
         for (vcpu, posted) in asked {
             while !vcpu.has_given_up(posted, epoch) {
+                if !goes_on() {
+                    return false;
+                }
                 host::thread::yield_now();
             }
         }
+        true
     }
 }

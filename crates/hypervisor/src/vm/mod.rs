@@ -180,11 +180,12 @@ impl Vm {
     /// this returns no vCPU accesses that memory; an access waits for the drop of what it returns, and then asks for the page again: one
     /// that is not allowed makes KVM_RUN give EFAULT. `None` if nothing of it is under a slot.
     pub fn begin_host_change(&self, start: u64, end: u64) -> Result<Option<HostChange>> {
-        let change = self.state.memory.begin_host_change(start, end)?;
-        if let Some(change) = &change {
-            self.state.wait_for_harvest(change.epoch());
+        while let Some(change) = self.state.memory.begin_host_change(start, end)? {
+            if self.state.wait_for_host_change(&change) {
+                return Ok(Some(change));
+            }
         }
-        Ok(change)
+        Ok(None)
     }
     /// The VMM has mapped all of the slot's memory, to be read and written, and keeps it while the slot
     /// exists, which it need not be asked for then.
