@@ -284,14 +284,9 @@ impl VcpuShared {
     pub(crate) fn has_acknowledged(&self, epoch: u64) -> bool {
         self.state.load(Ordering::SeqCst) == state::OUTSIDE || self.mailbox.epoch() >= epoch
     }
-    /// Has the vCPU look for posts up to the number that `posted` gives, and for a request of this epoch. Returns what
-    /// to wait for, unless it is done.
-    pub(crate) fn ask_for_pages(
-        self: &Arc<Self>,
-        epoch: u64,
-        posted: impl Fn(&Mailbox) -> u64,
-    ) -> Option<(Arc<Self>, u64)> {
-        let posted = posted(&self.mailbox);
+    /// Has the vCPU look for pages that it was asked for, or for a request of this epoch. Returns what to wait for, unless it is done.
+    pub(crate) fn ask_for_pages(self: &Arc<Self>, epoch: u64) -> Option<(Arc<Self>, u64)> {
+        let posted = self.mailbox.posted();
         if self.has_given_up(posted, epoch) {
             return None;
         }

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use guest_memory::{HostChange, Mailbox};
+use guest_memory::HostChange;
 
 use super::{Vm, VmState};
 use crate::{Error, Result};
@@ -93,38 +93,30 @@ impl VmState {
     /// Waits until each running vCPU has given up the pages that it was asked for, and has acknowledged `epoch`. Other
     /// vCPUs are not disturbed, and a sleeping vCPU is not woken.
     pub(super) fn wait_for_harvest(&self, epoch: u64) {
-        self.wait_for_running(epoch, Mailbox::posted, || true);
+        self.wait_for_running(epoch, || true);
     }
 
-    /// Waits until no running vCPU uses the memory that is about to change. Pages that harvests have asked for do not
-    /// matter: a vCPU may wait for the end of the change before it gives them up.
+    /// Waits until no running vCPU uses the memory that is about to change.
     ///
-    /// Returns false if the change has to begin anew. A vCPU that has not acknowledged it may wait for its end: because
-    /// it writes to a page of the guest's clock, or because it needs a lock of a vCPU that does.
+    /// Returns false if the change has to begin anew. The vCPU that is waited for may itself wait for the change's end:
+    /// because it writes to a page of the guest's clock, because it needs a lock of a vCPU that does, or because a
+    /// harvest has asked it for pages meanwhile.
     pub(super) fn wait_for_host_change(&self, change: &HostChange) -> bool {
         let mut looks = 0;
         let is_worth_waiting = || {
             looks += 1;
             looks % PATIENCE != 0 || !change.is_waited_for()
         };
-        self.wait_for_running(change.epoch(), |_| 0, is_worth_waiting)
+        self.wait_for_running(change.epoch(), is_worth_waiting)
     }
 
-    /// Waits until each running vCPU has acknowledged `epoch`, and all posts up to the number that `posted` gives.
-    /// Returns false if `goes_on`, which is asked now and then, does first.
-    fn wait_for_running(
-        &self,
-        epoch: u64,
-        posted: impl Fn(&Mailbox) -> u64,
-        mut goes_on: impl FnMut() -> bool,
-    ) -> bool {
+    /// Does what [`Self::wait_for_harvest`] does. Returns false if `goes_on`, which is asked at each look, does first.
+    fn wait_for_running(&self, epoch: u64, mut goes_on: impl FnMut() -> bool) -> bool {
         // Waiting is not under the lock, because a vCPU that is waited for may want it. If no vCPU was asked, nothing
         // is allocated.
         let asked: Vec<_> = {
             let vcpus = self.vcpus();
-            let asked = vcpus
-                .iter()
-                .filter_map(|vcpu| vcpu.ask_for_pages(epoch, &posted));
+            let asked = vcpus.iter().filter_map(|vcpu| vcpu.ask_for_pages(epoch));
             asked.collect()
         };
         if asked.is_empty() {
