@@ -15,7 +15,7 @@ use host::EventFd;
 use kvm_abi::{Call, FdKind, Object, Vcpu, numbers::*};
 
 use super::{
-    arena::Arena,
+    arena::{Arena, RAM},
     arguments::Arguments,
     errno::{is_documented, takes_pointer},
 };
@@ -187,6 +187,10 @@ impl<'a> Worker<'a> {
             self.signal();
             return;
         }
+        if forced.is_none() && self.random.one_in(32) {
+            self.change_memory();
+            return;
+        }
         let kind = forced.map_or_else(
             || {
                 self.random.pick(&[
@@ -223,6 +227,17 @@ impl<'a> Worker<'a> {
             return;
         }
         self.call(kind, fd, number, &known);
+    }
+
+    /// Announces that some of the RAM is about to change, as the preload library does before mprotect(2), and leaves it
+    /// as it is.
+    fn change_memory(&mut self) {
+        let start = self.random.below(RAM);
+        let len = self.random.below(RAM);
+        match kvm_abi::host_memory::begin(self.shared.arena.ram() + start, len) {
+            Ok(change) => drop(change),
+            Err(error) => self.found(None, 0, format!("a change of memory gives {error:?}")),
+        }
     }
 
     /// Writes to an eventfd, as the preload library does; or announces the close of a descriptor.
@@ -384,7 +399,7 @@ impl<'a> Worker<'a> {
             return;
         }
         let region = kvm_bindings::kvm_userspace_memory_region {
-            memory_size: super::arena::RAM / 2,
+            memory_size: RAM / 2,
             userspace_addr: self.shared.arena.ram(),
             flags: self.random.below(2) as u32,
             ..Default::default()
