@@ -311,6 +311,8 @@ pub(super) const CASES: &[Case] = &[
         live::converge,
     ),
     live("live-postcopy", All, "", live::postcopy),
+    live("live-preempt", All, "", live::preempt),
+    live("live-xbzrle", All, "", live::xbzrle),
     live("live-cancelled", All, "", live::cancelled),
     live("live-target-dies", All, "", live::target_dies),
     live("live-namespaces", All, "", live::namespaces),

@@ -10,8 +10,6 @@ use crate::{Error, Result};
 
 /// Number of bitmap words that are processed at once.
 const CHUNK: usize = 512;
-/// After how many looks at a vCPU a change of host memory may begin anew; about 50 µs lie between two.
-const PATIENCE: u32 = 4;
 
 impl Vm {
     /// KVM_GET_DIRTY_LOG: passes the slot's bitmap to `show`, and clears it unless that is left to KVM_CLEAR_DIRTY_LOG.
@@ -98,14 +96,14 @@ impl VmState {
 
     /// Waits until no running vCPU uses the memory that is about to change.
     ///
-    /// Returns false if the change has to begin anew. The vCPU that is waited for may itself wait for the change's end:
-    /// because it writes to a page of the guest's clock, because it needs a lock of a vCPU that does, or because a
-    /// harvest has asked it for pages meanwhile.
-    pub(super) fn wait_for_host_change(&self, change: &HostChange) -> bool {
+    /// Returns false if the change has to begin anew, after `patience` looks at vCPUs. The vCPU that is waited for may
+    /// itself wait for the change's end: because it writes to a page of the guest's clock, because it needs a lock of a
+    /// vCPU that does, or because a harvest has asked it for pages meanwhile.
+    pub(super) fn wait_for_host_change(&self, change: &HostChange, patience: u32) -> bool {
         let mut looks = 0;
         let is_worth_waiting = || {
             looks += 1;
-            looks % PATIENCE != 0 || !change.is_waited_for()
+            looks <= patience || !change.is_waited_for()
         };
         self.wait_for_running(change.epoch(), is_worth_waiting)
     }

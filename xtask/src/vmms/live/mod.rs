@@ -115,39 +115,50 @@ pub(super) fn converge(setup: &Setup, arguments: &[&str]) -> Result<(), String> 
     live(setup, arguments, &plan)
 }
 
+const POSTCOPY: Plan = Plan {
+    capabilities: &["return-path", "postcopy-ram"],
+    parameters: "\"downtime-limit\":30,\"max-bandwidth\":50000000,\"max-postcopy-bandwidth\":0",
+    writes: (32, 0),
+    is_postcopy: true,
+    ..PLAN
+};
+
 pub(super) fn postcopy(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    live(setup, arguments, &POSTCOPY)
+}
+
+/// Pages that the guest asks for come by a connection of their own.
+pub(super) fn preempt(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     let plan = Plan {
-        capabilities: &["return-path", "postcopy-ram"],
-        parameters: "\"downtime-limit\":30,\"max-bandwidth\":50000000,\"max-postcopy-bandwidth\":0",
-        writes: (32, 0),
-        is_postcopy: true,
+        capabilities: &["return-path", "postcopy-ram", "postcopy-preempt"],
+        ..POSTCOPY
+    };
+    live(setup, arguments, &plan)
+}
+
+/// Pages that are sent again are sent as differences.
+pub(super) fn xbzrle(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    let plan = Plan {
+        capabilities: &["return-path", "xbzrle"],
         ..PLAN
     };
     live(setup, arguments, &plan)
 }
 
 pub(super) fn cancelled(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
-    let interruption = Some(Interruption::Cancelled);
-    live(
-        setup,
-        arguments,
-        &Plan {
-            interruption,
-            ..PLAN
-        },
-    )
+    let plan = Plan {
+        interruption: Some(Interruption::Cancelled),
+        ..PLAN
+    };
+    live(setup, arguments, &plan)
 }
 
 pub(super) fn target_dies(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
-    let interruption = Some(Interruption::TargetDies);
-    live(
-        setup,
-        arguments,
-        &Plan {
-            interruption,
-            ..PLAN
-        },
-    )
+    let plan = Plan {
+        interruption: Some(Interruption::TargetDies),
+        ..PLAN
+    };
+    live(setup, arguments, &plan)
 }
 
 /// What a migration took, as the source reports it.
