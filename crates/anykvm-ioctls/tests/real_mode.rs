@@ -149,6 +149,31 @@ fn offsets_of_16_bits_go_round_and_linear_addresses_go_on() {
     assert_eq!(m.word(0x10_ffe0), 0x7777);
 }
 
+/// In a segment of 4 GiB, as firmware makes them, the word at offset FFFF goes on behind 64 KiB. A selector behind an
+/// offset at FFFE or FFFF does not: it is at an address of 16 bits of its own (as a processor does in 16-bit code of
+/// protected mode).
+#[test]
+fn selectors_of_far_pointers_go_round_in_large_segments() {
+    let mut m = Machine::new(|a| {
+        a.mov(bx, 0xffff)?;
+        a.les(cx, dword_ptr(bx))?;
+        a.mov(word_ptr(0x10), es)?;
+        a.mov(word_ptr(0x20), cx)?;
+        // jmp far [bx]
+        a.db(&[0xff, 0x2f])
+    });
+    let mut s = m.vcpu.get_sregs().unwrap();
+    (s.ds.limit, s.ds.g) = (u32::MAX, 1);
+    m.vcpu.set_sregs(&s).unwrap();
+    let write = |bytes: &[u8], at| m.memory.write_slice(bytes, GuestAddress(at)).unwrap();
+    write(&[0x34, 0x12, 0x11, 0x11], 0x2_ffff);
+    write(&[0x00, 0x02], 0x2_0001);
+    // mov al, 0x77; out 0x11, al; hlt
+    write(&[0xb0, 0x77, 0xe6, 0x11, 0xf4], 0x2000 + 0x1234);
+    assert_eq!(m.run(), [(0x11, vec![0x77])]);
+    assert_eq!([m.word(0x2_0010), m.word(0x2_0020)], [0x200, 0x1234]);
+}
+
 #[test]
 fn the_stack_goes_round_by_words() {
     let m = ends(

@@ -335,8 +335,15 @@ impl Undefined {
     pub(crate) fn is_read_in_step(&mut self, i: &Instruction, gpr: &[u64; 16]) -> bool {
         let is_read = self.is_read_by(i);
         self.defines(i);
-        self.at_end |= flags(i, Some(gpr)) & !AF;
+        // Where AF alone is undefined, processors agree.
+        self.at_end |= Some(flags(i, Some(gpr)))
+            .filter(|flags| *flags != AF)
+            .unwrap_or(0);
         is_read
+    }
+    /// Returns true if flags are undefined after the last instruction that was taken into account.
+    pub(crate) fn is_any_left(&self) -> bool {
+        self.at_end != 0
     }
     /// Returns true if it is compared which of several faults an instruction raises.
     pub(crate) fn orders_faults(&self) -> bool {

@@ -307,8 +307,8 @@ fn memory_that_a_vmm_takes_away_is_a_fault_of_kvm_run() {
         &["toggle", "1", "300"],
         &["toggle", "2", "300"],
         &["toggle", "2", "300", "harvest"],
-        &["toggle", "1", "50", "clock"],
-        &["toggle", "2", "50", "clock"],
+        &["toggle", "1", "20", "clock"],
+        &["toggle", "2", "20", "clock"],
     ];
     for engine in ["jit", "interp"] {
         for (program, mode) in programs.iter().flat_map(|p| modes.map(|m| (p, m))) {

@@ -5,7 +5,7 @@
 
 use std::io;
 
-use iced_x86::{Decoder, DecoderOptions};
+use iced_x86::{Decoder, DecoderOptions, Mnemonic};
 use testkit::MmuBus;
 use x86_cpu::{CpuState, Feature, Flush, GuestBus, Shadow};
 use x86_defs::{
@@ -402,9 +402,11 @@ impl Machine {
         None
     }
 
-    /// Interprets up to so many instructions without paging. Returns true if one of them depends on what the manual
-    /// leaves undefined, in which the host may differ from the interpreter.
-    pub(crate) fn reads_undefined(&mut self, steps: u32) -> bool {
+    /// Interprets up to so many instructions without paging. Returns true if the engines may differ after one of them:
+    /// if it stores the last x87 instruction, or if it depends on what the manual leaves undefined or leaves such flags
+    /// at the end, and the host is another one than the interpreter's model.
+    pub(crate) fn may_differ(&mut self, steps: u32) -> bool {
+        let is_modelled = crate::model::is_modelled();
         let mut undefined = Undefined::new(Strictness::Manual);
         for _ in 0..steps {
             let code = self.cpu.seg[reg::CS];
@@ -418,18 +420,23 @@ impl Machine {
             let i = Decoder::with_ip(bits, &bytes, self.cpu.rip(), options).decode();
             let mut gpr = [0; 16];
             gpr.copy_from_slice(&self.cpu.gpr[..16]);
-            if undefined.is_read_in_step(&i, &gpr) || setup::result_is_undefined(&i, &gpr) {
+            if stores_last_x87(i.mnemonic()) {
+                return true;
+            }
+            let is_undefined =
+                undefined.is_read_in_step(&i, &gpr) || setup::result_is_undefined(&i, &gpr);
+            if is_undefined && !is_modelled {
                 return true;
             }
             let stop = self.interp.step(&mut self.cpu, &mut self.bus);
             if stop != RunStop::Poll {
-                return false;
+                break;
             }
             if self.bus.mmu.needs_sync() {
                 self.bus.mmu.sync(&self.cpu);
             }
         }
-        false
+        !is_modelled && undefined.is_any_left()
     }
 
     /// Notes where the vCPU is. `hits`: the breakpoints that have stopped it.
@@ -448,6 +455,15 @@ impl Machine {
     pub(crate) fn forget_code(&mut self) {
         self.interp.flush_all();
     }
+}
+
+/// True if the instruction stores opcode and addresses of the last x87 instruction.
+fn stores_last_x87(mnemonic: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        mnemonic,
+        M::Fnstenv | M::Fnsave | M::Fxsave | M::Xsave | M::Xsaveopt | M::Xsavec
+    )
 }
 
 impl core::fmt::Debug for Machine {

@@ -22,6 +22,12 @@ impl Translator {
             return Err(Unsupported);
         }
         self.offset_in_segment(&d.i)?;
+        let has_selector = matches!(d.kind, Lowering::LoadPointer | Lowering::FarBranch);
+        if has_selector && has_short_address(&d.i) {
+            // The selector behind the offset is at its own address of 16 bits, also where the segment is larger.
+            self.asm.alu_imm(false, Alu::Cmp, S0, 0x10000 - size as i32);
+            self.bail_if(cc::A, d.offset);
+        }
         self.add_base(d.offset, segment.number(), size);
         Ok(())
     }
