@@ -286,6 +286,9 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             2 | 4 | 8 | 16 => extent,
             32 => 15,
             10 => 7,
+            // The x87 environment, and the state that begins with it.
+            14 | 94 => 1,
+            28 | 108 => 3,
             _ => 0,
         };
         if self.alignment_check && gva & alignment != 0 {

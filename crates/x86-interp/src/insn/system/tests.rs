@@ -411,3 +411,32 @@ fn cpuid_faults_outside_of_ring_0_if_told_to() {
         assert_eq!(delivered(&cpu), want, "{cpl} {faults}");
     }
 }
+
+/// SDM vol. 3, table 6-7: the x87 environment, and the state that begins with it, are aligned like their words.
+#[test]
+fn alignment_of_x87_states() {
+    let forms: [(&[u8], u64); 8] = [
+        (&[0xd9, 0x33], 4),       // fnstenv [rbx]
+        (&[0xd9, 0x23], 4),       // fldenv [rbx]
+        (&[0xdd, 0x33], 4),       // fnsave [rbx]
+        (&[0xdd, 0x23], 4),       // frstor [rbx]
+        (&[0x66, 0xd9, 0x33], 2), // fnstenv with 14 bytes
+        (&[0x66, 0xdd, 0x33], 2), // fnsave with 94 bytes
+        (&[0xd9, 0x3b], 2),       // fnstcw [rbx]
+        (&[0xdb, 0x2b], 8),       // fld tbyte [rbx]
+    ];
+    for (code, alignment) in forms {
+        for offset in 1..=8 {
+            let (mut cpu, mut bus) = machine(true, 3);
+            catch_all(&mut bus, true);
+            cpu.features.set(Feature::Fpu, true);
+            cpu.cr0 |= cr0::AM;
+            cpu.rflags |= rflags::AC;
+            cpu.gpr[reg::RBX] = 0x4_0000 + offset;
+            exec(&mut cpu, &mut bus, code);
+            let checked = offset % alignment != 0;
+            let wanted = checked.then_some(vector::AC);
+            assert_eq!(delivered(&cpu), wanted, "{code:x?} at {offset}");
+        }
+    }
+}
