@@ -336,6 +336,8 @@ fn differences(
     pointer(&b.fp.area, bits, &mut d);
     for cpu in [&mut *a, &mut *b] {
         cpu.fp.area[6..24].fill(0);
+        // It belongs to the last exception raised, delivered or not; a #PF has set CR2.
+        cpu.fault_gva = 0;
     }
     if a.rip() != b.rip() {
         let _ = writeln!(d, "  rip: interpreter {:#x}, jit {:#x}", a.rip(), b.rip());

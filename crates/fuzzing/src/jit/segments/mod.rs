@@ -181,6 +181,7 @@ impl Segments {
             for left_out in [512..576, 28..32, 6..24] {
                 cpu.fp.area[left_out].fill(0);
             }
+            cpu.fault_gva = 0;
         }
         for n in 0..16 {
             let (a, b) = (a.cpu.gpr[n], b.cpu.gpr[n]);
