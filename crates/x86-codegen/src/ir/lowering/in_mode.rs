@@ -39,6 +39,10 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     if kind == Lowering::Clts && mode.has(Mode::COUNTS) {
         return Lowering::Interpret;
     }
+    // The trampoline of SYSCALL returns behind two bytes: there is no prefix.
+    if kind == Lowering::Syscall && i.len() != 2 {
+        return Lowering::Interpret;
+    }
     // With this mode bit no x87 exception can be pending.
     if form.waits && mode.has(Mode::FP) {
         return Lowering::Nop;
