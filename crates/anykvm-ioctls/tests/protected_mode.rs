@@ -629,6 +629,37 @@ fn a_debugger_of_8086_mode() {
     );
 }
 
+/// A relative branch with an operand size of 16 bits leads to an address of 16 bits.
+#[test]
+fn branches_of_16_bits_in_32_bit_code() {
+    const BASE: u32 = 0x5_7000;
+    let forms: [&[u8]; 7] = [
+        &[0x66, 0x0f, 0x84, 0x20, 0],
+        &[0x66, 0x74, 0x20],
+        &[0x66, 0xe9, 0x20, 0],
+        &[0x66, 0xeb, 0x20],
+        &[0x66, 0xe8, 0x20, 0],
+        &[0x66, 0xe3, 0x20],
+        &[0x66, 0xe2, 0x20],
+    ];
+    for form in forms {
+        let code = |a: &mut CodeAssembler| {
+            a.xor(ecx, ecx)?;
+            a.mov(eax, BASE)?;
+            a.jmp(eax)
+        };
+        let mut m = Machine::new(code);
+        m.put(BASE, &[0xcc; 0x40]);
+        m.put(BASE, form);
+        let target = (BASE + form.len() as u32 + 0x20) & 0xffff;
+        m.put(target, &[0xe6, END as u8]);
+        for _ in 0..20 {
+            m.begin();
+            assert_eq!(m.all(), [], "{form:x?}");
+        }
+    }
+}
+
 #[test]
 fn on_the_interpreter_too() {
     engines::again_on("interp");

@@ -243,7 +243,7 @@ fn pushes_word(code: Code) -> bool {
 
 /// Returns true for Jcc with a target of the mode's full size.
 fn is_jcc(code: Code) -> bool {
-    code.is_jcc_short_or_near() && !format!("{code:?}").ends_with("_16")
+    code.is_jcc_short_or_near() && !format!("{code:?}").ends_with("16")
 }
 
 /// Returns true for integer instructions without effects beyond registers, flags and their operand.
