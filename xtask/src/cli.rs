@@ -3,8 +3,8 @@
 use clap::{Args, Parser, Subcommand};
 
 use crate::{
-    bench, boots, debian_guest, fresh_debian, guests, kvm_unit_tests, lockstep, selftests, stress,
-    vmms,
+    bench, boots, debian_guest, fresh_debian, guests, kvm_unit_tests, lockstep, random_bytes,
+    selftests, stress, vmms,
 };
 
 /// Developer tasks.
@@ -44,6 +44,8 @@ pub(crate) enum Task {
     KvmUnitTests(kvm_unit_tests::Options),
     /// Signals and KVM_RUN.
     Stress(stress::Options),
+    /// Programs of random bytes, on the processor and in a guest.
+    RandomBytes(random_bytes::Options),
     /// Models of lock-free code, in all orders.
     Loom,
     /// Translated code against the interpreter.
@@ -93,6 +95,7 @@ mod tests {
             "stress --times 5 halt",
             "lockstep --quick",
             "loom",
+            "random-bytes --bits 32 --count 5",
             "bench io 3",
             "debian-guest --rounds 2",
             "fresh-debian --ci root",
@@ -116,6 +119,7 @@ mod tests {
             "kvm-unit-tests",
             "stress nothing",
             "bench io 0",
+            "random-bytes --bits 16",
             "fresh-debian no-such-case",
         ] {
             assert!(parse(words).is_err(), "{words}");

@@ -17,6 +17,7 @@ mod kvm_unit_tests;
 mod lockstep;
 mod loom;
 mod needs;
+mod random_bytes;
 mod selftests;
 mod stress;
 mod tidy;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         Task::KvmIoctls => kvm_ioctls::run(),
         Task::KvmUnitTests(o) => kvm_unit_tests::run(&o),
         Task::Stress(o) => stress::run(&o),
+        Task::RandomBytes(o) => random_bytes::run(&o),
         Task::Loom => loom::run(),
         Task::Lockstep(o) => lockstep::run(&o),
         Task::Selftests(o) => selftests::run(&o),
