@@ -6,7 +6,9 @@
 
 use core::sync::atomic::{Ordering, fence};
 
-use x86_cpu::{Access, BreakpointKind, CpuState, Exception, Fault, GuestBus, Privilege, Word};
+use x86_cpu::{
+    Access, BreakpointKind, CpuState, Exception, Fault, Feature, GuestBus, Privilege, Word,
+};
 use x86_defs::{
     control::{cr0, cr4},
     dr,
@@ -280,11 +282,11 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             }
             segment.base.wrapping_add(offset) & 0xffff_ffff
         };
-        // SDM vol. 3, table 6-7. The cases that the manual leaves to the processor (vectors without required alignment)
-        // are as on AMD's processors.
+        // SDM vol. 3, table 6-7. Vectors of 16 and 32 bytes that need not be aligned are left to the processor: AMD's
+        // check them, Intel's do not.
         let alignment = match len {
-            2 | 4 | 8 | 16 => extent,
-            32 => 15,
+            2 | 4 | 8 => extent,
+            16 | 32 if self.cpu.features.has(Feature::Amd) => 15,
             10 => 7,
             // The x87 environment, and the state that begins with it.
             14 | 94 => 1,

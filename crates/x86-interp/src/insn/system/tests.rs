@@ -414,7 +414,7 @@ fn cpuid_faults_outside_of_ring_0_if_told_to() {
 
 /// SDM vol. 3, table 6-7: the x87 environment, and the state that begins with it, are aligned like their words.
 #[test]
-fn alignment_of_x87_states() {
+fn alignment_of_x87_states_and_vectors() {
     let forms: [(&[u8], u64); 8] = [
         (&[0xd9, 0x33], 4),       // fnstenv [rbx]
         (&[0xd9, 0x23], 4),       // fldenv [rbx]
@@ -438,5 +438,18 @@ fn alignment_of_x87_states() {
             let wanted = checked.then_some(vector::AC);
             assert_eq!(delivered(&cpu), wanted, "{code:x?} at {offset}");
         }
+    }
+    for is_amd in [true, false] {
+        let (mut cpu, mut bus) = machine(true, 3);
+        catch_all(&mut bus, true);
+        cpu.features.set(Feature::Sse, true);
+        cpu.features.set(Feature::Amd, is_amd);
+        cpu.cr0 |= cr0::AM;
+        cpu.cr4 |= cr4::OSFXSR;
+        cpu.rflags |= rflags::AC;
+        cpu.gpr[reg::RBX] = 0x4_0001;
+        // movups xmm0, [rbx]
+        exec(&mut cpu, &mut bus, &[0x0f, 0x10, 0x03]);
+        assert_eq!(delivered(&cpu), is_amd.then_some(vector::AC));
     }
 }
