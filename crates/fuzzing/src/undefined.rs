@@ -335,10 +335,11 @@ impl Undefined {
     pub(crate) fn is_read_in_step(&mut self, i: &Instruction, gpr: &[u64; 16]) -> bool {
         let is_read = self.is_read_by(i);
         self.defines(i);
+        let left = flags(i, Some(gpr));
         // Where AF alone is undefined, processors agree.
-        self.at_end |= Some(flags(i, Some(gpr)))
-            .filter(|flags| *flags != AF)
-            .unwrap_or(0);
+        if left != AF {
+            self.at_end |= left;
+        }
         is_read
     }
     /// Returns true if flags are undefined after the last instruction that was taken into account.
