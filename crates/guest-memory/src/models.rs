@@ -280,6 +280,15 @@ fn a_ring_that_is_overrun_loses_nothing() {
     });
 }
 
+/// A slot of one page. No thread accesses the memory at `hva`.
+const SLOT: SlotConfig = SlotConfig {
+    slot: 0,
+    flags: 0,
+    gpa: 0,
+    size: 0x1000,
+    hva: 0x7000_0000_0000,
+};
+
 /// How [`slot_and_fault`] changes the slot.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Change {
@@ -290,16 +299,8 @@ enum Change {
 /// A vCPU works on a slot that changes meanwhile.
 fn slot_and_fault(change: Change) {
     model(move || {
-        // No thread accesses the memory at `hva`.
-        let config = SlotConfig {
-            slot: 0,
-            flags: 0,
-            gpa: 0,
-            size: 0x1000,
-            hva: 0x7000_0000_0000,
-        };
         let memory = GuestMemory::new();
-        memory.set_slot(config).unwrap();
+        memory.set_slot(SLOT).unwrap();
         let page = Arc::new(Page::new());
         let vcpu = {
             let (page, memory) = (Arc::clone(&page), Arc::clone(&memory));
@@ -312,7 +313,7 @@ fn slot_and_fault(change: Change) {
         let changed = SlotConfig {
             flags,
             size,
-            ..config
+            ..SLOT
         };
         let epoch = memory.set_slot(changed).unwrap();
         while page.mailbox.epoch() < epoch && !page.is_outside.load(Ordering::Acquire) {
@@ -361,17 +362,10 @@ fn run_on_slot(page: &Page, memory: &GuestMemory) {
 fn a_table_comes_with_its_epoch() {
     model(|| {
         let memory = GuestMemory::new();
-        let config = SlotConfig {
-            slot: 0,
-            flags: 0,
-            gpa: 0,
-            size: 4096,
-            hva: 4096,
-        };
         let before = memory.epoch();
         let setter = {
             let memory = Arc::clone(&memory);
-            thread::spawn(move || memory.set_slot(config).unwrap())
+            thread::spawn(move || memory.set_slot(SLOT).unwrap())
         };
         let (table, epoch) = memory.table_and_epoch();
         let is_new = table.by_number(0).is_some();

@@ -50,11 +50,12 @@
 #define FP_BYTES(n) ((n) < 12 || ((n) >= 28 && (n) < 108))
 #endif
 
-/* What a program's handler leaves to the parent. */
+/* What a program's handler leaves to the parent: it may not use the C library, whose thread data is not there. */
 static struct result {
-    int done, length;
-    char text[600];
+    int done;
+    unsigned long facts[8], gprs[16];
 } *result;
+static const char *const FACTS[8] = { "signal", "code", "trap", "error", "address", "ip", "memory", "fp" };
 
 static uint64_t state;
 
@@ -71,11 +72,6 @@ static uint32_t hash(uint32_t h, const unsigned char *bytes, size_t size)
     return h;
 }
 
-static void say(const char *format, unsigned long value)
-{
-    result->length += snprintf(result->text + result->length, sizeof result->text - result->length, format, value);
-}
-
 static void handler(int signal, siginfo_t *info, void *context)
 {
     const ucontext_t *c = context;
@@ -87,16 +83,14 @@ static void handler(int signal, siginfo_t *info, void *context)
     for (int n = 0; n < 416; n++)
         if (FP_BYTES(n))
             vectors = hash(vectors, fp + n, 1);
-    say("signal %lu", signal);
-    say("/%lu", info->si_code);
-    say(" trap %lu", trap);
-    say(" error %lx", c->uc_mcontext.gregs[REG_ERR]);
-    say(" address %lx", trap == 14 ? FAULT_ADDRESS(c) : 0);
-    say(" ip %lx", c->uc_mcontext.gregs[IP]);
-    say(" memory %lx", memory);
-    say(" fp %lx registers", vectors);
+    const unsigned long facts[8] = {
+        signal, info->si_code, trap, c->uc_mcontext.gregs[REG_ERR], trap == 14 ? FAULT_ADDRESS(c) : 0,
+        c->uc_mcontext.gregs[IP], memory, vectors,
+    };
+    for (int n = 0; n < 8; n++)
+        result->facts[n] = facts[n];
     for (int n = gprs[0]; n < gprs[1]; n++)
-        say(" %lx", c->uc_mcontext.gregs[n]);
+        result->gprs[n - gprs[0]] = c->uc_mcontext.gregs[n];
     result->done = 1;
     syscall(SYS_exit, 0);
 }
@@ -230,10 +224,13 @@ int main(int arguments, char **argument)
         printf("%d ", n);
         for (int at = 0; at < 14; at++)
             printf("%02x", code[at]);
-        if (result->done)
-            printf(" %s\n", result->text);
-        else
-            printf(" status %x\n", status);
+        if (!result->done)
+            printf(" status %x", status);
+        for (int fact = 0; result->done && fact < 8; fact++)
+            printf(" %s %lx", FACTS[fact], result->facts[fact]);
+        for (int gpr = 0; result->done && gpr < 16; gpr++)
+            printf(" %lx", result->gprs[gpr]);
+        printf("\n");
     }
     return 0;
 }

@@ -6,12 +6,7 @@
 //! guest of `anykvm boot`. What differs is printed, for somebody to read: there are instructions that the guest's
 //! processor does not have, and results that a processor is free in (docs/undefined.md).
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::Path,
-    process::{Command, Stdio},
-};
+use std::{collections::BTreeMap, fs, path::Path, process::Command};
 
 use clap::Args;
 
@@ -81,15 +76,7 @@ fn in_guest(folder: &Path, numbers: &[String]) -> Result<BTreeMap<u32, String>, 
 
 /// Runs the command. Returns what it prints, by the number that begins a line.
 fn lines(command: &mut Command) -> Result<BTreeMap<u32, String>, String> {
-    let output = command
-        .stdin(Stdio::null())
-        .stderr(Stdio::inherit())
-        .output()
-        .map_err(|e| format!("{command:?}: {e}"))?;
-    if !output.status.success() {
-        return Err(format!("{command:?}: {}", output.status));
-    }
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = crate::tool::tool(command)?;
     let lines = text.lines().filter_map(|line| {
         let (number, rest) = line.trim_end().split_once(' ')?;
         Some((number.parse().ok()?, rest.to_owned()))

@@ -180,7 +180,8 @@ impl Vm {
     /// this returns no vCPU accesses that memory; an access waits for the drop of what it returns, and then asks for the page again: one
     /// that is not allowed makes KVM_RUN give EFAULT. `None` if nothing of it is under a slot.
     pub fn begin_host_change(&self, start: u64, end: u64) -> Result<Option<HostChange>> {
-        // Looks at vCPUs, with about 50 µs between two. A vCPU that is only preempted is worth a longer wait.
+        // Looks at vCPUs before a change that some thread waits for begins anew, about 50 µs apart. They become more, as a
+        // vCPU that is only preempted is worth a longer wait.
         let mut patience = 4;
         while let Some(change) = self.state.memory.begin_host_change(start, end)? {
             if self.state.wait_for_host_change(&change, patience) {

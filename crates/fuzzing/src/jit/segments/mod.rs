@@ -177,11 +177,7 @@ impl Segments {
             if !ended {
                 forget_flags(cpu, memory);
             }
-            // The header, MXCSR_MASK and the last x87 instruction: see `jit::differences`.
-            for left_out in [512..576, 28..32, 6..24] {
-                cpu.fp.area[left_out].fill(0);
-            }
-            cpu.fault_gva = 0;
+            super::leave_out(cpu);
         }
         for n in 0..16 {
             let (a, b) = (a.cpu.gpr[n], b.cpu.gpr[n]);

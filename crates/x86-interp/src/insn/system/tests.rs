@@ -425,31 +425,29 @@ fn alignment_of_x87_states_and_vectors() {
         (&[0xd9, 0x3b], 2),       // fnstcw [rbx]
         (&[0xdb, 0x2b], 8),       // fld tbyte [rbx]
     ];
-    for (code, alignment) in forms {
-        for offset in 1..=8 {
-            let (mut cpu, mut bus) = machine(true, 3);
-            catch_all(&mut bus, true);
-            cpu.features.set(Feature::Fpu, true);
-            cpu.cr0 |= cr0::AM;
-            cpu.rflags |= rflags::AC;
-            cpu.gpr[reg::RBX] = 0x4_0000 + offset;
-            exec(&mut cpu, &mut bus, code);
-            let checked = offset % alignment != 0;
-            let wanted = checked.then_some(vector::AC);
-            assert_eq!(delivered(&cpu), wanted, "{code:x?} at {offset}");
-        }
-    }
-    for is_amd in [true, false] {
+    let delivered_at = |code: &[u8], offset: u64, is_amd: bool| {
         let (mut cpu, mut bus) = machine(true, 3);
         catch_all(&mut bus, true);
+        cpu.features.set(Feature::Fpu, true);
         cpu.features.set(Feature::Sse, true);
         cpu.features.set(Feature::Amd, is_amd);
         cpu.cr0 |= cr0::AM;
         cpu.cr4 |= cr4::OSFXSR;
         cpu.rflags |= rflags::AC;
-        cpu.gpr[reg::RBX] = 0x4_0001;
+        cpu.gpr[reg::RBX] = 0x4_0000 + offset;
+        exec(&mut cpu, &mut bus, code);
+        delivered(&cpu)
+    };
+    for is_amd in [true, false] {
+        for (code, alignment) in forms {
+            for offset in 1..=8 {
+                let wanted = (offset % alignment != 0).then_some(vector::AC);
+                let got = delivered_at(code, offset, is_amd);
+                assert_eq!(got, wanted, "{code:x?} at {offset}");
+            }
+        }
         // movups xmm0, [rbx]
-        exec(&mut cpu, &mut bus, &[0x0f, 0x10, 0x03]);
-        assert_eq!(delivered(&cpu), is_amd.then_some(vector::AC));
+        let got = delivered_at(&[0x0f, 0x10, 0x03], 1, is_amd);
+        assert_eq!(got, is_amd.then_some(vector::AC));
     }
 }
