@@ -6,17 +6,25 @@
 
 mod guest;
 
+use std::os::fd::AsRawFd;
+
 use anykvm_ioctls::{IoEventAddress, NoDatamatch, VcpuExit};
 use guest::Guest;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-const LIMIT: u64 = 200;
 const DOORBELLS: u64 = 1000;
 
-fn limit_descriptors() {
+/// Doorbells that each have an eventfd of their own: more than the descriptors that are left.
+const OTHERS: u64 = 100;
+
+/// Leaves the process at most fifty descriptors behind `last`, which is the one that was opened last.
+///
+/// The limit is relative: a test inherits descriptors from whatever started it.
+fn limit_descriptors(last: &EventFd) {
+    let limit = u64::try_from(last.as_raw_fd()).unwrap() + 50;
     let limit = libc::rlimit {
-        rlim_cur: LIMIT,
-        rlim_max: LIMIT,
+        rlim_cur: limit,
+        rlim_max: limit,
     };
     // SAFETY: a limit that is read.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) }, 0);
@@ -26,8 +34,11 @@ fn limit_descriptors() {
 fn doorbells_of_one_eventfd_take_one_and_others_are_refused_by_its_name() {
     // out 0x20, al; out 0x81, al
     let mut g = Guest::new(&[0xe6, 0x20, 0xe6, 0x81], false);
-    limit_descriptors();
     let event = EventFd::new(EFD_NONBLOCK).unwrap();
+    let others: Vec<_> = (0..OTHERS)
+        .map(|_| EventFd::new(EFD_NONBLOCK).unwrap())
+        .collect();
+    limit_descriptors(others.last().unwrap());
     let port = IoEventAddress::Pio(0x20);
     g.vm.register_ioevent(&event, &port, NoDatamatch).unwrap();
     let address = |n: u64| IoEventAddress::Mmio(0x1000_0000 + 8 * n);
@@ -35,16 +46,10 @@ fn doorbells_of_one_eventfd_take_one_and_others_are_refused_by_its_name() {
         let added = g.vm.register_ioevent(&event, &address(n), NoDatamatch);
         added.unwrap_or_else(|e| panic!("{n}: {e}"));
     }
-    let mut others = Vec::new();
-    let refused = loop {
-        let other = EventFd::new(EFD_NONBLOCK).unwrap();
-        let place = address(DOORBELLS + others.len() as u64);
-        let added = g.vm.register_ioevent(&other, &place, NoDatamatch);
-        others.push(other);
-        if let Err(error) = added {
-            break error;
-        }
-    };
+    let refused = (DOORBELLS..)
+        .zip(&others)
+        .find_map(|(n, other)| g.vm.register_ioevent(other, &address(n), NoDatamatch).err())
+        .expect("fewer descriptors than eventfds");
     assert_eq!(refused.errno(), libc::EMFILE);
     drop(others);
     for n in 0..DOORBELLS {
