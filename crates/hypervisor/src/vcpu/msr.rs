@@ -51,7 +51,7 @@ impl Bus {
     pub(super) fn guest_read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
         let access = DeviceAccess::MsrRead { index };
         let mut reason = KVM_MSR_EXIT_REASON_FILTER;
-        if self.replay.is_new(access) && self.vm.options.allows_msr(index, KVM_MSR_FILTER_READ) {
+        if self.replay.is_new(access) && self.allows_msr(index, KVM_MSR_FILTER_READ) {
             if let Some(value) = self.msr(cpu, index, false) {
                 return Ok(value);
             }
@@ -69,7 +69,7 @@ impl Bus {
     ) -> Result<(), Fault> {
         let access = DeviceAccess::MsrWrite { index };
         let mut reason = KVM_MSR_EXIT_REASON_FILTER;
-        if self.replay.is_new(access) && self.vm.options.allows_msr(index, KVM_MSR_FILTER_WRITE) {
+        if self.replay.is_new(access) && self.allows_msr(index, KVM_MSR_FILTER_WRITE) {
             if self.set_msr(cpu, index, data, false) {
                 return Ok(());
             }
@@ -81,6 +81,10 @@ impl Bus {
             reason,
         };
         self.ask_about_msr(cpu, access, reason, exit).map(|_| ())
+    }
+
+    fn allows_msr(&mut self, index: u32, access: u32) -> bool {
+        self.msr_filter.allows(&self.vm.options, index, access)
     }
 
     /// Returns the reason of a refusal: whether the MSR exists at all.

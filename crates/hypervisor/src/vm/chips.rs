@@ -112,8 +112,13 @@ impl Chips {
         self.pit_next_ns.store(next, Ordering::Release);
         let ioapic = chip.ioapic.mmio_range();
         self.ioapic_base.store(ioapic.start, Ordering::Release);
+        // The chips are locked, so nobody else stores between the two.
         let intr = chip.pic.intr();
-        !self.pic_intr.swap(intr, Ordering::AcqRel) && intr
+        let was = self.pic_intr.load(Ordering::Relaxed);
+        if intr != was {
+            self.pic_intr.store(intr, Ordering::Release);
+        }
+        intr && !was
     }
     /// True if the PIC requests service.
     #[inline]

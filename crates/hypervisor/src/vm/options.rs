@@ -35,8 +35,10 @@ pub(crate) struct Options {
     platform_info: AtomicBool,
     /// KVM_MSR_EXIT_REASON_* that exit.
     msr_exits: AtomicU32,
-    has_msr_filter: AtomicBool,
+    /// KVM_X86_SET_MSR_FILTER.
     msr_filter: RwLock<Option<Arc<MsrFilter>>>,
+    /// How often the filter was set.
+    msr_filters: AtomicU64,
     hypercall_exits: AtomicU64,
     /// KVM_X86_DISABLE_EXITS_*.
     disabled_exits: AtomicU32,
@@ -65,8 +67,8 @@ impl Default for Options {
             triple_fault_event: AtomicBool::new(false),
             platform_info: AtomicBool::new(true),
             msr_exits: AtomicU32::new(0),
-            has_msr_filter: AtomicBool::new(false),
             msr_filter: RwLock::default(),
+            msr_filters: AtomicU64::new(0),
             hypercall_exits: AtomicU64::new(0),
             disabled_exits: AtomicU32::new(0),
             manual_dirty_log: AtomicU32::new(0),
@@ -104,19 +106,6 @@ impl Options {
     /// A refusal for this KVM_MSR_EXIT_REASON_* is an exit and not #GP.
     pub(crate) fn exits_for_msr(&self, reason: u32) -> bool {
         self.msr_exits.load(Ordering::Relaxed) & reason != 0
-    }
-    /// The filter lets the guest make this access (KVM_MSR_FILTER_READ or _WRITE).
-    #[inline]
-    pub(crate) fn allows_msr(&self, index: u32, access: u32) -> bool {
-        !self.has_msr_filter.load(Ordering::Acquire) || self.filter_allows(index, access)
-    }
-    #[cold]
-    fn filter_allows(&self, index: u32, access: u32) -> bool {
-        let filter = self
-            .msr_filter
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        filter.as_ref().is_none_or(|f| f.allows(index, access))
     }
     /// The hypercall of this number goes to the VMM.
     pub(crate) fn exits_for_hypercall(&self, nr: u64) -> bool {
@@ -266,6 +255,31 @@ impl MsrFilter {
     }
 }
 
+/// The MSR filter as a vCPU knows it, which spares most accesses a lock.
+#[derive(Debug, Default)]
+pub(crate) struct KnownMsrFilter {
+    /// The value of [`Options::msr_filters`] that the filter belongs to.
+    number: u64,
+    filter: Option<Arc<MsrFilter>>,
+}
+
+impl KnownMsrFilter {
+    /// The VM's filter lets the guest make this access (KVM_MSR_FILTER_READ or _WRITE).
+    #[inline]
+    pub(crate) fn allows(&mut self, options: &Options, index: u32, access: u32) -> bool {
+        if options.msr_filters.load(Ordering::Acquire) != self.number {
+            self.update(options);
+        }
+        self.filter.as_ref().is_none_or(|f| f.allows(index, access))
+    }
+    #[cold]
+    fn update(&mut self, options: &Options) {
+        let slot = (options.msr_filter.read()).unwrap_or_else(PoisonError::into_inner);
+        self.number = options.msr_filters.load(Ordering::Relaxed);
+        self.filter.clone_from(&slot);
+    }
+}
+
 /// Bytes of a range's bitmap.
 const fn bitmap_len(count: u32) -> usize {
     count.div_ceil(8) as usize
@@ -283,7 +297,7 @@ impl Vm {
             .unwrap_or_else(PoisonError::into_inner);
         let filters = !filter.default_allow || !filter.ranges.is_empty();
         *slot = filters.then(|| Arc::new(filter));
-        options.has_msr_filter.store(filters, Ordering::Release);
+        options.msr_filters.fetch_add(1, Ordering::Release);
         Ok(())
     }
 

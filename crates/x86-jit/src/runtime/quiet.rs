@@ -13,7 +13,7 @@ pub(crate) enum Change {
     /// Nothing: general registers, arithmetic flags, memory, descriptor tables' addresses.
     Nothing,
     /// ES, DS, FS or GS, or FP state, on which the mode depends. Or nothing, but descriptors are read, as the supervisor
-    /// reads them.
+    /// reads them, or code is compared.
     Mode,
     /// What WRMSR changes: nothing with some indexes.
     Msr,
@@ -29,7 +29,7 @@ impl Change {
             M::Mov => moved(insn),
             M::Pop => popped(insn.code),
             M::Lds | M::Les | M::Lfs | M::Lgs => Self::Mode,
-            M::Lar | M::Lsl | M::Verr | M::Verw => Self::Mode,
+            M::Lar | M::Lsl | M::Verr | M::Verw | M::Cpuid => Self::Mode,
             M::Wrmsr => Self::Msr,
             M::Fxrstor | M::Fxrstor64 => Self::Mode,
             M::Xrstor | M::Xrstor64 | M::Xrstors | M::Xrstors64 => Self::XState,
@@ -235,6 +235,7 @@ const fn is_system(m: Mnemonic) -> bool {
         M::Clflush
             | M::Clflushopt
             | M::Clwb
+            | M::Invd
             | M::Lgdt
             | M::Lidt
             | M::Lldt
@@ -247,6 +248,8 @@ const fn is_system(m: Mnemonic) -> bool {
             | M::Sldt
             | M::Smsw
             | M::Str
+            | M::Wbinvd
+            | M::Wbnoinvd
             | M::Xgetbv
     )
 }

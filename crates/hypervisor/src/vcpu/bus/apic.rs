@@ -293,8 +293,7 @@ impl Bus {
         if !may_be_chip_port(port) {
             return None;
         }
-        let vm = std::sync::Arc::clone(&self.vm);
-        let now_ns = host::clock::monotonic_ns();
+        let vm = &self.vm;
         vm.with_chips(|chip, lapics| {
             let mut value = 0;
             for i in 0..u16::from(size) {
@@ -305,7 +304,7 @@ impl Bus {
                     chip.pit
                         .as_mut()
                         .filter(|p| p.handles(at))?
-                        .port_read(at, now_ns)
+                        .port_read(at, host::clock::monotonic_ns())
                 };
                 value |= u32::from(byte) << (8 * i);
             }
@@ -317,8 +316,7 @@ impl Bus {
         if !may_be_chip_port(port) {
             return false;
         }
-        let vm = std::sync::Arc::clone(&self.vm);
-        let now_ns = host::clock::monotonic_ns();
+        let vm = &self.vm;
         let taken = vm.with_chips(|chip, lapics| {
             for i in 0..u16::from(size) {
                 let at = port.wrapping_add(i);
@@ -326,7 +324,7 @@ impl Bus {
                 if irqchip::Pic::handles(at) {
                     chip.pic_write(lapics, at, byte, |gsi| vm.resample(gsi));
                 } else if let Some(pit) = chip.pit.as_mut().filter(|p| p.handles(at)) {
-                    pit.port_write(at, byte, now_ns);
+                    pit.port_write(at, byte, host::clock::monotonic_ns());
                 } else {
                     return false;
                 }

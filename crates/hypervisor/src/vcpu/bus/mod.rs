@@ -43,7 +43,7 @@ use super::{
 use crate::{
     Exit, IoData,
     shared::VcpuShared,
-    vm::{VmState, clock::TscParams},
+    vm::{VmState, clock::TscParams, options::KnownMsrFilter},
 };
 
 /// Blocks between two reads of the clock and of immediate_exit.
@@ -60,6 +60,7 @@ pub(crate) struct Bus {
     /// The exit that [`Fault::Exit`] announces.
     pub(super) exit: Option<Exit>,
     pub(super) cpuid: Vec<kvm_cpuid_entry2>,
+    pub(super) msr_filter: KnownMsrFilter,
     pub(super) tsc: TscParams,
     /// IA32_TSC_ADJUST.
     pub(super) tsc_adjust: u64,
@@ -127,6 +128,7 @@ impl Bus {
             read_ahead: ReadAhead::default(),
             exit: None,
             cpuid: Vec::new(),
+            msr_filter: KnownMsrFilter::default(),
             tsc_adjust: 0,
             cr8: 0,
             tpr_lowered: false,

@@ -84,8 +84,13 @@ impl Counted {
 /// Returns what code that counts has counted when it has called `handle` or has been left, and sets the counts back to
 /// 0. `None` if no such code runs. Other functions are called in the middle of a block, when more has been counted than
 /// executed.
+#[inline]
 pub fn take_counted(frame: &mut EngineFrame) -> Option<Counted> {
-    let counted = counted(frame)?;
+    (frame.counted_from != 0).then(|| take(frame))
+}
+
+fn take(frame: &mut EngineFrame) -> Counted {
+    let counted = read(frame);
     frame.counted_from = frame.counted_to;
     frame.counted = 0;
     let layout = Layout::of(counts_as(frame).0);
@@ -96,16 +101,17 @@ pub fn take_counted(frame: &mut EngineFrame) -> Option<Counted> {
     }
     let sums = if layout.has_several() { SUMS } else { 1 };
     frame.counted_events[..sums].fill(0);
-    Some(counted)
+    counted
 }
 
 /// Returns the same, and leaves the counts as they are.
+#[inline]
 pub fn counted(frame: &EngineFrame) -> Option<Counted> {
-    let from = frame.counted_from;
-    if from == 0 {
-        return None;
-    }
-    let counted = from.wrapping_sub(frame.counted_to);
+    (frame.counted_from != 0).then(|| read(frame))
+}
+
+fn read(frame: &EngineFrame) -> Counted {
+    let counted = frame.counted_from.wrapping_sub(frame.counted_to);
     let (streams, _) = counts_as(frame);
     let layout = Layout::of(streams);
     let left = counted >> layout.shift();
@@ -128,18 +134,18 @@ pub fn counted(frame: &EngineFrame) -> Option<Counted> {
             *sum = sum.wrapping_add(beside >> (16 * n) & 0xffff);
         }
     }
-    Some(Counted {
+    Counted {
         instructions: frame.counted.wrapping_add(left),
         sums,
         left,
-    })
+    }
 }
 
 /// Notes that code that counts does not run any more. Returns how many instructions were left of its countdown; `None`
 /// if no such code ran.
+#[inline]
 pub fn end(frame: &mut EngineFrame) -> Option<u64> {
-    let left = left(frame);
-    (core::mem::take(&mut frame.counted_from) != 0).then_some(left)
+    (core::mem::take(&mut frame.counted_from) != 0).then(|| left(frame))
 }
 
 /// Returns the instructions until the next poll, when code that counts has called Rust.
