@@ -39,11 +39,16 @@ fn enable(vm: &VmFd, cap: u32, arg: u64) {
     vm.enable_cap(&cap).unwrap();
 }
 
+/// Lets the process have as many descriptors as it may.
 fn raise_descriptor_limit() {
-    let limit = libc::rlimit {
-        rlim_cur: 8192,
-        rlim_max: 8192,
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
     };
+    // SAFETY: a structure that is written.
+    let result = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    assert_eq!(result, 0);
+    limit.rlim_cur = limit.rlim_max;
     // SAFETY: a structure that is read.
     let result = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
     assert_eq!(result, 0);

@@ -82,6 +82,8 @@ impl Fresh {
             "Package: {name}\nVersion: 1\nArchitecture: amd64\nMaintainer: nobody\n{depends}Description: a test\n"
         );
         fs::write(tree.join("DEBIAN/control"), control).unwrap();
+        // dpkg-deb refuses what a umask may have left.
+        fs::set_permissions(tree.join("DEBIAN"), fs::Permissions::from_mode(0o755)).unwrap();
         let deb = self.folder.join(format!("archives/{name}_1_amd64.deb"));
         let status = Command::new("dpkg-deb")
             .args(["--root-owner-group", "--build"])

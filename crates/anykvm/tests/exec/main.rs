@@ -1,6 +1,8 @@
 //! `anykvm exec`: a small VMM in C, unmodified by anything that this project knows.
 
 use std::{
+    fs::Permissions,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Output},
 };
@@ -409,10 +411,9 @@ fn a_dynamically_linked_program_can_be_launched() {
 
 /// Makes an executable script of `text`.
 fn script(name: &str, text: &str) -> PathBuf {
-    use std::os::unix::fs::PermissionsExt;
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::write(&path, text).expect("the folder can be written");
-    let permissions = std::fs::Permissions::from_mode(0o755);
+    let permissions = Permissions::from_mode(0o755);
     std::fs::set_permissions(&path, permissions).expect("the file is ours");
     path
 }
@@ -497,6 +498,9 @@ fn a_program_with_capabilities_of_its_own_is_launched() {
     let (vmm, anykvm) = (folder.join("vmm"), folder.join("anykvm"));
     std::fs::copy(build("vmm-capable", &[]), &vmm).unwrap();
     std::fs::copy(env!("CARGO_BIN_EXE_anykvm"), &anykvm).unwrap();
+    for path in [&folder, &vmm, &anykvm] {
+        std::fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
+    }
     // CAP_NET_ADMIN, permitted and effective (struct vfs_cap_data of version 2).
     let value: [u32; 5] = [0x0200_0001, 1 << 12, 0, 0, 0];
     let value: Vec<u8> = value.iter().flat_map(|word| word.to_le_bytes()).collect();
