@@ -228,6 +228,21 @@ fn xcrs() {
 }
 
 #[test]
+fn state_components_that_are_not_supported_cannot_be_promised() {
+    let kvm = Kvm::new().unwrap();
+    let g = Guest::new(&[], false);
+    let mut table = cpuid(&kvm);
+    // Those of AVX-512.
+    const COMPONENTS: u32 = 0b111 << 5;
+    let leaf = (table.as_mut_slice().iter_mut()).find(|e| (e.function, e.index) == (0xd, 0));
+    leaf.unwrap().eax |= COMPONENTS;
+    g.vcpu.set_cpuid2(&table).unwrap();
+    let mut x = g.vcpu.get_xcrs().unwrap();
+    x.xcrs[0].value = u64::from(COMPONENTS | 7);
+    assert_eq!(g.vcpu.set_xcrs(&x).unwrap_err().errno(), libc::EINVAL);
+}
+
+#[test]
 fn every_listed_msr_round_trips() {
     let (vm, vcpu) = with_irqchip();
     let list = Kvm::new().unwrap().get_msr_index_list().unwrap();

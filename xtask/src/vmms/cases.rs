@@ -3,7 +3,7 @@
 use super::{
     Case,
     Part::{self, All, Normal, Quick},
-    Run, Setup, driven, live, models, traced,
+    Run, Setup, driven, live, models, nested, traced,
 };
 
 /// QEMU's words, which do not depend on what KVM offers: since 10.0 it uses KVM with KVM's own LAPICs only.
@@ -84,6 +84,17 @@ pub(super) const CASES: &[Case] = &[
     Case {
         run: Run::Driven(models::enforced),
         ..qemu("models", Quick, "")
+    },
+    // A host without XSAVE, RDTSCP and SSSE3, and one without AVX2.
+    Case {
+        run: Run::Driven(nested::boots_a_guest),
+        mem_mib: 1536,
+        ..qemu("host-qemu64", Quick, "-cpu qemu64")
+    },
+    Case {
+        run: Run::Driven(nested::boots_a_guest),
+        mem_mib: 1536,
+        ..qemu("host-sandybridge", All, "-cpu SandyBridge")
     },
     qemu("cpu-qemu64", Normal, "-cpu qemu64"),
     qemu("cpu-kvm64", Normal, "-cpu kvm64"),

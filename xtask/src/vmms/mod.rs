@@ -11,6 +11,7 @@ mod files;
 mod guest;
 mod live;
 mod models;
+mod nested;
 mod others;
 mod saved;
 mod traced;

@@ -13,9 +13,13 @@ use crate::system::pkru_offset;
 /// IA32_MISC_ENABLE: MONITOR and MWAIT exist.
 pub(super) const MISC_ENABLE_MWAIT: u64 = 1 << 18;
 
-/// Returns the features that the table promises, and those that the host's processor executes anyway.
+/// Returns the features that the table promises, and those that the host's processor executes anyway. State components
+/// that are not supported cannot be promised.
 pub(super) fn features(entries: &[kvm_cpuid_entry2]) -> Features {
-    promised(entries).with_native(supported())
+    let mut features = promised(entries).with_native(supported());
+    features.xcr0 &= supported().xcr0 | xsave::X87;
+    features.xss &= supported().xss;
+    features
 }
 
 /// Returns the features of KVM_GET_SUPPORTED_CPUID.

@@ -13,22 +13,34 @@ pub struct Isa {
     pub(crate) bmi1: bool,
     /// RORX.
     pub(crate) bmi2: bool,
+    /// XSAVE and XRSTOR, which the host's kernel has enabled. Processors before 2011 lack them, and many models of
+    /// virtual machines.
+    pub(crate) xsave: bool,
     /// YMM registers.
     pub(crate) avx: bool,
+    pub(crate) rdtscp: bool,
     /// XGETBV says with ECX = 1 which state components are in use (SDM vol. 1, 13.6).
     pub(crate) xinuse: bool,
 }
 
 impl Isa {
-    /// Returns the extensions of this host. XGETBV's is asked for once, as CPUID takes microseconds in a virtual
-    /// machine.
+    /// Returns the extensions of this host, which CPUID is asked for once: it takes microseconds in a virtual machine.
     pub fn of_host(features: &HostFeatures) -> Self {
-        static XINUSE: LazyLock<bool> = LazyLock::new(|| cpuid(0xd, 1)[0] & 1 << 2 != 0);
+        static BY_CPUID: LazyLock<[bool; 3]> = LazyLock::new(|| {
+            let osxsave = cpuid(1, 0)[2] & 1 << 27 != 0;
+            let rdtscp = cpuid(0x8000_0001, 0)[3] & 1 << 27 != 0;
+            // Without XSAVE, the leaf may be another one's.
+            let xinuse = osxsave && cpuid(0xd, 1)[0] & 1 << 2 != 0;
+            [osxsave, rdtscp, xinuse]
+        });
+        let [xsave, rdtscp, xinuse] = *BY_CPUID;
         Self {
             bmi1: features.has(CpuidFeature::BMI1),
             bmi2: features.has(CpuidFeature::BMI2),
+            xsave,
             avx: features.has(CpuidFeature::AVX),
-            xinuse: *XINUSE,
+            rdtscp,
+            xinuse,
         }
     }
 }

@@ -7,7 +7,9 @@ use super::*;
 const ISA: Isa = Isa {
     bmi1: true,
     bmi2: true,
+    xsave: true,
     avx: true,
+    rdtscp: true,
     xinuse: true,
 };
 

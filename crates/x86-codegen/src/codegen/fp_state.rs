@@ -25,13 +25,11 @@ pub(crate) fn save_fp(a: &mut Asm) {
 
 /// Stores FP state to the vCPU's area. It stays in the host's registers. Changes rax, rcx, rdx, rsi and rdi.
 pub(super) fn store_fp(a: &mut Asm) {
-    // XSAVE would store the host's addresses of the last x87 instruction.
+    // XSAVE and FXSAVE would store the host's addresses of the last x87 instruction.
     a.rm(false, &[0x0f, 0xb7], RSI, gs(FP_AREA + FOP)); // movzx
     a.load(RDI, gs(FP_AREA + FIP));
     a.load(RCX, gs(FP_AREA + FDP));
-    a.mov_imm(RAX, state(a.isa().avx));
-    a.alu_rr(false, Alu::Xor, RDX, RDX);
-    a.rm(true, &[0x0f, 0xae], 4, gs(FP_AREA)); // xsave64
+    image(a, true);
     a.bytes(&[0x66]);
     a.store32(gs(FP_AREA + FOP), RSI);
     a.store(gs(FP_AREA + FIP), RDI);
@@ -46,6 +44,22 @@ pub(super) fn release_fp(a: &mut Asm) {
     }
     a.bytes(&[0xdb, 0xe3]); // fninit
     a.rm(false, &[0x0f, 0xae], 2, gs(HOST_MXCSR)); // ldmxcsr
+}
+
+/// Stores the vCPU's area from the host's registers, or loads them from it. Changes rax and rdx.
+fn image(a: &mut Asm, store: bool) {
+    let Isa { xsave, avx, .. } = a.isa();
+    if xsave {
+        a.mov_imm(RAX, state(avx));
+        a.alu_rr(false, Alu::Xor, RDX, RDX);
+    }
+    let operation = match (xsave, store) {
+        (false, true) => 0,  // fxsave64
+        (false, false) => 1, // fxrstor64
+        (true, true) => 4,   // xsave64
+        (true, false) => 5,  // xrstor64
+    };
+    a.rm(true, &[0x0f, 0xae], operation, gs(FP_AREA));
 }
 
 /// Returns the state components of XSAVE that the guest uses.
@@ -122,9 +136,7 @@ pub(crate) fn load_fp(a: &mut Asm) {
         a.store_imm(gs(FP_AREA + 512), state(false) as i32);
     }
     a.store_imm(gs(FP_AREA + 520), 0);
-    a.mov_imm(RAX, state(avx));
-    a.alu_rr(false, Alu::Xor, RDX, RDX);
-    a.rm(true, &[0x0f, 0xae], 5, gs(FP_AREA)); // xrstor64
+    image(a, false);
     a.store_imm(gs(FP_LIVE), 1);
     a.store32_imm(SHORT_FP_LIVE, 1);
 }

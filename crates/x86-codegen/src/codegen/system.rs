@@ -94,11 +94,17 @@ impl Translator {
     pub(super) fn rdtsc(&mut self, d: &Decoded) {
         self.spill_flags(d);
         let a = &mut self.asm;
-        if d.i.mnemonic() == Mnemonic::Rdtscp {
-            a.bytes(&[0x0f, 0x01, 0xf9]);
-            a.load32(RCX, gs(TSC_AUX));
+        let waits = d.i.mnemonic() == Mnemonic::Rdtscp;
+        if waits && a.isa().rdtscp {
+            a.bytes(&[0x0f, 0x01, 0xf9]); // rdtscp
         } else {
-            a.bytes(&[0x0f, 0x31]);
+            if waits {
+                a.bytes(&[0x0f, 0xae, 0xe8]); // lfence
+            }
+            a.bytes(&[0x0f, 0x31]); // rdtsc
+        }
+        if waits {
+            a.load32(RCX, gs(TSC_AUX));
         }
         a.shift(true, 4, RDX, 32);
         a.lea(RAX, at(RAX, 0).plus(RDX, 0));

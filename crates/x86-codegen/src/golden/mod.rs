@@ -57,7 +57,9 @@ fn host(is_new: bool) -> (Isa, HostFeatures) {
     let isa = Isa {
         bmi1: is_new,
         bmi2: is_new,
+        xsave: is_new,
         avx: is_new,
+        rdtscp: is_new,
         xinuse: is_new,
     };
     (isa, features)

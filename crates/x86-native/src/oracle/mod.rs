@@ -118,7 +118,11 @@ pub struct Oracle {
 
 impl Oracle {
     /// Maps the fixed addresses and installs signal handlers. They pass on signals that do not come from tested code.
+    /// Fails on a processor without XSAVE, by which the registers are loaded and stored.
     pub fn new() -> io::Result<Self> {
+        if !is_x86_feature_detected!("xsave") {
+            return Err(io::Error::other("the processor has no XSAVE"));
+        }
         let lock = LOCK
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
