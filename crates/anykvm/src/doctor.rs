@@ -169,6 +169,7 @@ fn processor(cpuinfo: &str) -> Line {
             "fsgsbase",
             "each entry into translated code is a system call",
         ),
+        ("xsave", "statically linked VMMs cannot be launched"),
         ("avx2", "guests have no AVX2"),
         (
             "constant_tsc",
@@ -393,7 +394,8 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_named() {
-        let flags = "model name\t: A\nflags\t\t: fpu bmi2 fsgsbase avx2 constant_tsc nonstop_tsc\n";
+        let flags =
+            "model name\t: A\nflags\t\t: fpu bmi2 fsgsbase xsave avx2 constant_tsc nonstop_tsc\n";
         assert_eq!(processor(flags).0, Good);
         let Line(finding, _, why) = processor(&flags.replace(" fsgsbase", ""));
         assert_eq!(finding, Poor);

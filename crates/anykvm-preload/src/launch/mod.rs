@@ -144,7 +144,14 @@ fn check_processor() -> io::Result<()> {
     }
     // x87, SSE, AVX and AVX-512.
     const SAVED: u64 = 0xe7;
-    entry::XSAVE_MASK.store((host::cpu::xcr0() & SAVED) as u32, Ordering::Relaxed);
+    const SSE: u64 = 2;
+    let saved = host::cpu::xcr0() & SAVED;
+    if saved & SSE == 0 {
+        return Err(unsupported(
+            "the host has no XSAVE, or its kernel has it off",
+        ));
+    }
+    entry::XSAVE_MASK.store(saved as u32, Ordering::Relaxed);
     let size = host::cpu::cpuid(0xd, 0)[1] as usize;
     entry::XSAVE_SIZE.store(size.max(576), Ordering::Relaxed);
     Ok(())
