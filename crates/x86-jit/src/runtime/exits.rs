@@ -179,6 +179,13 @@ fn answer<B: JitBus>(
     code
 }
 
+/// Returns what changes with mappings, and with a comparison of code that dropped what engines know of it.
+fn mapping<B: JitBus>(bus: &mut B) -> (u64, u64, u64) {
+    let epoch = bus.fetch_epoch();
+    let mmu = bus.mmu();
+    (mmu.views_made(), mmu.slots_generation(), epoch)
+}
+
 /// What [`Jit::interpret_quiet`] has done.
 enum Quiet {
     /// Nothing: the instruction may change anything.
@@ -253,7 +260,7 @@ impl<B: JitBus> Jit<B> {
         };
         self.stats.interpreted += 1;
         self.stats.causes[cause as usize] += 1;
-        let mapping = (bus.mmu().views_made(), bus.mmu().slots_generation());
+        let before = mapping(bus);
         let rip = cpu.rip();
         let stop = interp.execute_whole(cpu, bus, insn);
         // See `Self::interpret`.
@@ -271,8 +278,7 @@ impl<B: JitBus> Jit<B> {
             is_same &= is_translatable(cpu);
             self.update_mode(cpu, bus);
         }
-        let is_same = is_same && (bus.mmu().views_made(), bus.mmu().slots_generation()) == mapping;
-        Quiet::Completed(if is_same {
+        Quiet::Completed(if is_same && mapping(bus) == before {
             self.after_transfer(interp, cpu, bus)
         } else {
             0

@@ -10,10 +10,11 @@ use x86_interp::Insn;
 pub(crate) enum Change {
     /// Anything.
     Any,
-    /// Nothing: general registers, arithmetic flags, memory, descriptor tables' addresses.
+    /// Nothing: general registers, arithmetic flags, memory, descriptor tables' addresses. Or code is compared, which
+    /// the bus's epoch tells if engines have to know of it.
     Nothing,
     /// ES, DS, FS or GS, or FP state, on which the mode depends. Or nothing, but descriptors are read, as the supervisor
-    /// reads them, or code is compared.
+    /// reads them.
     Mode,
     /// What WRMSR changes: nothing with some indexes.
     Msr,
@@ -29,7 +30,7 @@ impl Change {
             M::Mov => moved(insn),
             M::Pop => popped(insn.code),
             M::Lds | M::Les | M::Lfs | M::Lgs => Self::Mode,
-            M::Lar | M::Lsl | M::Verr | M::Verw | M::Cpuid => Self::Mode,
+            M::Lar | M::Lsl | M::Verr | M::Verw => Self::Mode,
             M::Wrmsr => Self::Msr,
             M::Fxrstor | M::Fxrstor64 => Self::Mode,
             M::Xrstor | M::Xrstor64 | M::Xrstors | M::Xrstors64 => Self::XState,
@@ -235,6 +236,7 @@ const fn is_system(m: Mnemonic) -> bool {
         M::Clflush
             | M::Clflushopt
             | M::Clwb
+            | M::Cpuid
             | M::Invd
             | M::Lgdt
             | M::Lidt
