@@ -212,6 +212,7 @@ pub(crate) fn cpu(features: Features, mode: Mode) -> CpuState {
     cpu.cr0 = cr0::PE | cr0::PG | cr0::NE | cr0::MP | cr0::ET | cr0::WP | cr0::AM;
     cpu.cr4 = cr4::PAE | cr4::OSFXSR | cr4::OSXMMEXCPT | cr4::OSXSAVE;
     cpu.efer = efer::LME | efer::LMA | efer::SCE | efer::NXE;
+    // A host without AVX keeps no upper halves.
     cpu.xcr0 = host::cpu::xcr0() & 7 | 3;
     cpu.cpl = 3;
     let selectors = selectors(mode);

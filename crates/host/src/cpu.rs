@@ -10,8 +10,14 @@ pub fn cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     [r.eax, r.ebx, r.ecx, r.edx]
 }
 
-/// XCR0, or 1 (x87 only) if the host has not enabled XSAVE.
+/// XCR0, or 1 (x87 only) if the host has not enabled XSAVE. Asked for once, as CPUID takes microseconds in a virtual
+/// machine.
 pub fn xcr0() -> u64 {
+    static XCR0: OnceLock<u64> = OnceLock::new();
+    *XCR0.get_or_init(read_xcr0)
+}
+
+fn read_xcr0() -> u64 {
     const OSXSAVE: u32 = 1 << 27;
     if cpuid(1, 0)[2] & OSXSAVE == 0 {
         return 1;

@@ -37,6 +37,15 @@ const fn live(
     }
 }
 
+/// A processor that anykvm itself has as its host's.
+const fn host(name: &'static str, part: Part, arguments: &'static str) -> Case {
+    Case {
+        run: Run::Driven(nested::boots_a_guest),
+        mem_mib: 1536,
+        ..qemu(name, part, arguments)
+    }
+}
+
 /// The guest's view of a disk that is equal to `{dir}/data.img`.
 const SAME_DISK: &str = "same $(cat $(ls /dev/vda /dev/sda /dev/nvme0n1) | sum) $data";
 
@@ -85,17 +94,10 @@ pub(super) const CASES: &[Case] = &[
         run: Run::Driven(models::enforced),
         ..qemu("models", Quick, "")
     },
-    // A host without XSAVE, RDTSCP and SSSE3, and one without AVX2.
-    Case {
-        run: Run::Driven(nested::boots_a_guest),
-        mem_mib: 1536,
-        ..qemu("host-qemu64", Quick, "-cpu qemu64")
-    },
-    Case {
-        run: Run::Driven(nested::boots_a_guest),
-        mem_mib: 1536,
-        ..qemu("host-sandybridge", All, "-cpu SandyBridge")
-    },
+    // XSAVE, RDTSCP and SSSE3 are missing.
+    host("host-qemu64", Quick, "-cpu qemu64"),
+    // AVX2 is missing.
+    host("host-sandybridge", All, "-cpu SandyBridge"),
     qemu("cpu-qemu64", Normal, "-cpu qemu64"),
     qemu("cpu-kvm64", Normal, "-cpu kvm64"),
     qemu("cpu-nehalem", Normal, "-cpu Nehalem"),

@@ -28,9 +28,7 @@ pub(super) fn host(leaf: u32, subleaf: u32) -> Regs {
         ecx: r.ecx,
         edx: r.edx,
     };
-    // Asked once, as in `is_amd`.
-    static XCR0: OnceLock<u64> = OnceLock::new();
-    usable(leaf, subleaf, r, *XCR0.get_or_init(host::cpu::xcr0))
+    usable(leaf, subleaf, r, host::cpu::xcr0())
 }
 
 /// Returns a leaf without XSAVE and AVX's extensions, unless XCR0 has their components.

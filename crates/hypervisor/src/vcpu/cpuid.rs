@@ -17,7 +17,7 @@ pub(super) const MISC_ENABLE_MWAIT: u64 = 1 << 18;
 /// that are not supported cannot be promised.
 pub(super) fn features(entries: &[kvm_cpuid_entry2]) -> Features {
     let mut features = promised(entries).with_native(supported());
-    features.xcr0 &= supported().xcr0 | xsave::X87;
+    features.xcr0 &= supported().xcr0;
     features.xss &= supported().xss;
     features
 }

@@ -2,8 +2,9 @@
 
 use std::sync::LazyLock;
 
-use host::cpu::cpuid;
+use host::cpu::{cpuid, xcr0};
 use iced_x86::CpuidFeature;
+use x86_defs::xsave;
 use x86_native::HostFeatures;
 
 /// Extensions of the host's instruction set that generated code uses where the host has them.
@@ -26,21 +27,21 @@ pub struct Isa {
 impl Isa {
     /// Returns the extensions of this host, which CPUID is asked for once: it takes microseconds in a virtual machine.
     pub fn of_host(features: &HostFeatures) -> Self {
-        static BY_CPUID: LazyLock<[bool; 3]> = LazyLock::new(|| {
-            let osxsave = cpuid(1, 0)[2] & 1 << 27 != 0;
+        let xsave = xcr0() & xsave::SSE != 0;
+        static BY_CPUID: LazyLock<[bool; 2]> = LazyLock::new(|| {
             let rdtscp = cpuid(0x8000_0001, 0)[3] & 1 << 27 != 0;
-            // Without XSAVE, the leaf may be another one's.
-            let xinuse = osxsave && cpuid(0xd, 1)[0] & 1 << 2 != 0;
-            [osxsave, rdtscp, xinuse]
+            let xinuse = cpuid(0xd, 1)[0] & 1 << 2 != 0;
+            [rdtscp, xinuse]
         });
-        let [xsave, rdtscp, xinuse] = *BY_CPUID;
+        let [rdtscp, xinuse] = *BY_CPUID;
         Self {
             bmi1: features.has(CpuidFeature::BMI1),
             bmi2: features.has(CpuidFeature::BMI2),
             xsave,
             avx: features.has(CpuidFeature::AVX),
             rdtscp,
-            xinuse,
+            // Without XSAVE, the leaf may be another one's.
+            xinuse: xsave && xinuse,
         }
     }
 }

@@ -179,7 +179,7 @@ fn answer<B: JitBus>(
     code
 }
 
-/// Returns what changes with mappings, and with a comparison of code that dropped what engines know of it.
+/// Returns numbers that change with the mapping, and when engines have to look for code again after it was compared.
 fn mapping<B: JitBus>(bus: &mut B) -> (u64, u64, u64) {
     let epoch = bus.fetch_epoch();
     let mmu = bus.mmu();

@@ -10,8 +10,8 @@ use x86_interp::Insn;
 pub(crate) enum Change {
     /// Anything.
     Any,
-    /// Nothing: general registers, arithmetic flags, memory, descriptor tables' addresses. Or code is compared, which
-    /// the bus's epoch tells if engines have to know of it.
+    /// Nothing: general registers, arithmetic flags, memory, descriptor tables' addresses. CPUID has code compared; the
+    /// bus's epoch changes if that makes engines look for code again.
     Nothing,
     /// ES, DS, FS or GS, or FP state, on which the mode depends. Or nothing, but descriptors are read, as the supervisor
     /// reads them.
