@@ -48,6 +48,20 @@ pub fn reserve(len: usize) -> io::Result<()> {
     Ok(())
 }
 
+/// Asks whether the process can have `len` bytes more, and takes nothing.
+///
+/// An allocation that fails ends the process. This question lets a caller refuse what needs many allocations instead.
+/// Another thread may take the memory after the answer.
+///
+/// # Errors
+/// Those of `mmap`.
+pub fn can_have(len: usize) -> io::Result<()> {
+    if !has_reserved() {
+        crate::Mapping::anonymous(len)?;
+    }
+    Ok(())
+}
+
 /// Returns a piece of the reserved space. The caller holds the heap's lock.
 fn reserved(size: usize) -> Option<*mut u8> {
     let at = NEXT.load(Ordering::Relaxed);

@@ -20,17 +20,23 @@ use crate::vcpu::Vcpu;
 use crate::vm::Vm;
 
 const EINVAL: Errno = Errno::new(libc::EINVAL);
+const ENOMEM: Errno = Errno::new(libc::ENOMEM);
+
+/// Memory in bytes that a process must still be able to have for a new vCPU: its TLB and translations are given up in
+/// parts if the process has less, but its other tables are not.
+const VCPU_MEMORY: usize = 32 << 20;
 
 impl Vm {
     /// KVM_CREATE_VCPU: returns the descriptor, whose file has kvm_run, and the object.
     ///
     /// # Errors
     ///
-    /// EINVAL for an id of KVM_CAP_MAX_VCPU_ID or more, EEXIST for one that is taken.
+    /// EINVAL for an id of KVM_CAP_MAX_VCPU_ID or more, EEXIST for one that is taken, ENOMEM.
     pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(OwnedFd, Arc<Vcpu>)> {
         let id = u32::try_from(id).map_err(|_| EINVAL)?;
         let name = CString::new(format!("kvm-vcpu:{id}")).map_err(|_| EINVAL)?;
         // Everything that may fail comes first, because a vCPU cannot be removed once it exists.
+        host::allocator::can_have(VCPU_MEMORY).map_err(|_| ENOMEM)?;
         let entries = self.hypervisor().dirty_ring_entries();
         let len = match entries {
             0 => VCPU_MMAP_SIZE,

@@ -286,7 +286,7 @@ impl VmFd {
     ///
     /// # Errors
     ///
-    /// EINVAL for an id of KVM_CAP_MAX_VCPU_ID or more, EEXIST for one that is taken.
+    /// EINVAL for an id of KVM_CAP_MAX_VCPU_ID or more, EEXIST for one that is taken, ENOMEM.
     pub fn create_vcpu(&self, id: u64) -> Result<VcpuFd> {
         let (fd, vcpu) = self.object()?.create_vcpu(id).map_err(refused)?;
         vcpu_from(fd.into(), Ok(vcpu), self.run_size)
