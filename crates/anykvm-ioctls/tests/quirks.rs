@@ -5,7 +5,7 @@
 mod guest;
 mod long_mode;
 
-use anykvm_ioctls::{Kvm, VcpuExit, VmFd};
+use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use guest::{Guest, RAM, Ram, add_slot};
 use kvm_bindings::*;
 use long_mode::Machine;
@@ -210,37 +210,57 @@ fn lint0_of_the_boot_processor() {
     }
 }
 
+const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
+const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
+
+/// The hypercall instruction of this processor's vendor.
+fn native_hypercall() -> [u8; 3] {
+    let cpuid = Kvm::new()
+        .unwrap()
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .unwrap();
+    let vendor = cpuid.as_slice().iter().find(|e| e.function == 0).unwrap();
+    if vendor.ebx == u32::from_le_bytes(*b"Genu") {
+        VMCALL
+    } else {
+        VMMCALL
+    }
+}
+
+/// A vCPU at `code`, which is followed by `out 0x80, al`, with a number that is no hypercall's: -KVM_ENOSYS.
+/// Without IDT #UD ends the guest.
+fn caller(m: &Machine, code: &[u8]) -> VcpuFd {
+    m.write(0x1000, &[code, &[0xe6, 0x80]].concat());
+    let vcpu = m.vcpu(0, 0x1000);
+    let mut regs = vcpu.get_regs().unwrap();
+    regs.rax = 999;
+    vcpu.set_regs(&regs).unwrap();
+    vcpu
+}
+
+#[test]
+fn vmgexit_is_vmmcall_without_encryption() {
+    for prefix in [0xf2, 0xf3] {
+        let m = Machine::new();
+        let mut vcpu = caller(&m, &[&[prefix], &VMMCALL[..]].concat());
+        let exit = vcpu.run().unwrap();
+        if native_hypercall() == VMMCALL {
+            assert_eq!(port(exit), 0x80);
+            assert_eq!(vcpu.get_regs().unwrap().rax, 1000u64.wrapping_neg());
+        } else {
+            assert!(matches!(exit, VcpuExit::Shutdown), "{exit:?}");
+        }
+    }
+}
+
 #[test]
 fn the_other_vendors_hypercall() {
-    let vendor = {
-        let cpuid = Kvm::new()
-            .unwrap()
-            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .unwrap();
-        cpuid
-            .as_slice()
-            .iter()
-            .find(|e| e.function == 0)
-            .unwrap()
-            .ebx
-    };
-    let native: [u8; 3] = if vendor == u32::from_le_bytes(*b"Genu") {
-        [0x0f, 0x01, 0xc1]
-    } else {
-        [0x0f, 0x01, 0xd9]
-    };
+    let native = native_hypercall();
     for quirks in [0, KVM_X86_QUIRK_FIX_HYPERCALL_INSN] {
-        for insn in [[0x0f, 0x01, 0xc1], [0x0f, 0x01, 0xd9]] {
+        for insn in [VMCALL, VMMCALL] {
             let m = Machine::new();
             disable(&m.vm, KVM_CAP_DISABLE_QUIRKS2, quirks).unwrap();
-            let mut code = insn.to_vec();
-            code.extend([0xe6, 0x80]);
-            m.write(0x1000, &code);
-            let mut vcpu = m.vcpu(0, 0x1000);
-            // A number that is no hypercall's: -KVM_ENOSYS. Without IDT #UD ends the guest.
-            let mut regs = vcpu.get_regs().unwrap();
-            regs.rax = 999;
-            vcpu.set_regs(&regs).unwrap();
+            let mut vcpu = caller(&m, &insn);
             let exit = vcpu.run().unwrap();
             if quirks == 0 || insn == native {
                 assert_eq!(port(exit), 0x80);

@@ -57,6 +57,7 @@ pub fn is_available(i: &Instruction, f: &Features) -> bool {
             | Mnemonic::Rdsspq
             | Mnemonic::Vmcall
             | Mnemonic::Vmmcall
+            | Mnemonic::Vmgexit
             | Mnemonic::Monitor
             | Mnemonic::Mwait
     ) {

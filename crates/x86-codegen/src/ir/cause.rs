@@ -57,6 +57,7 @@ impl Cause {
             | M::Rdpmc
             | M::Vmcall
             | M::Vmmcall
+            | M::Vmgexit
             | M::Sgdt
             | M::Sidt
             | M::Cli

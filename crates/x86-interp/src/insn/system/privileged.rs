@@ -25,6 +25,7 @@ pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {
         Mnemonic::Monitor | Mnemonic::Mwait => monitor,
         Mnemonic::Vmcall => vmcall,
         Mnemonic::Vmmcall => vmmcall,
+        Mnemonic::Vmgexit => vmgexit,
         Mnemonic::Serialize => serialize,
         Mnemonic::Rsm => rsm,
         _ => return None,
@@ -179,6 +180,14 @@ fn vmcall<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
 
 fn vmmcall<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     hypercall(ex, insn, false)
+}
+
+/// VMGEXIT is VMMCALL outside an SEV-ES guest (APM volume 3), and nothing on Intel's processors.
+fn vmgexit<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
+    match ex.bus.hypercall_form(false) {
+        HypercallForm::Native => vmmcall(ex, insn),
+        HypercallForm::Undefined | HypercallForm::Replaced => Err(Exception::UD.into()),
+    }
 }
 
 fn hypercall<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, is_vmcall: bool) -> Step {
