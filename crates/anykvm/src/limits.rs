@@ -8,26 +8,28 @@ use rustix::process::{Resource, getrlimit};
 use crate::error::BootError;
 use crate::stdio::say;
 
-/// Address space that a guest takes besides its memory: translated code, tables, threads.
-const OVERHEAD: u64 = 512 << 20;
-/// Address space that each vCPU takes.
-const VCPU_OVERHEAD: u64 = 96 << 20;
+/// What a guest takes besides its memory: of address space and of data (private writable memory), once and for each vCPU.
+const ADDRESSES: [u64; 2] = [768 << 20, 384 << 20];
+const DATA: [u64; 2] = [128 << 20, 64 << 20];
 
 /// Where control groups are mounted.
 const GROUPS: &str = "/sys/fs/cgroup";
 
 /// Refuses a guest for which this process cannot have the address space. It would fail later otherwise.
 pub(crate) fn check(mem: u64, cpus: u32) -> Result<(), BootError> {
-    let need = mem
-        .saturating_add(OVERHEAD)
-        .saturating_add(VCPU_OVERHEAD.saturating_mul(cpus.into()));
-    for (limit, name) in [(Resource::As, "-v"), (Resource::Data, "-d")] {
+    for (limit, option, what, [once, each]) in [
+        (Resource::As, "-v", "address space", ADDRESSES),
+        (Resource::Data, "-d", "data", DATA),
+    ] {
+        let need = mem
+            .saturating_add(once)
+            .saturating_add(each.saturating_mul(cpus.into()));
         if let Some(limit) = getrlimit(limit).current
             && limit < need
         {
             return Err(BootError::Usage(format!(
-                "this process may have {} MiB of address space (ulimit {name}), and a guest of {} \
-                 MiB takes about {} MiB",
+                "this process may have {} MiB of {what} (ulimit {option}), and a guest of {} MiB \
+                 takes about {} MiB",
                 limit >> 20,
                 mem >> 20,
                 need >> 20

@@ -22,9 +22,9 @@ use crate::vm::Vm;
 const EINVAL: Errno = Errno::new(libc::EINVAL);
 const ENOMEM: Errno = Errno::new(libc::ENOMEM);
 
-/// Memory in bytes that a process must still be able to have for a new vCPU: its TLB and translations are given up in
-/// parts if the process has less, but its other tables are not.
-const VCPU_MEMORY: usize = 32 << 20;
+/// Memory in bytes that the process must still be able to have for a new vCPU: the least of its translated code and TLB,
+/// and all of its other tables.
+const VCPU_MEMORY: usize = 128 << 20;
 
 impl Vm {
     /// KVM_CREATE_VCPU: returns the descriptor, whose file has kvm_run, and the object.

@@ -18,9 +18,9 @@ use mmu::{Front, Ram};
 use x86_cpu::{CpuState, GuestBus};
 
 pub use code::perf::Profiler;
-pub use runtime::Jit;
 pub use runtime::lockstep::LockstepStats;
 pub use runtime::stats::Stats;
+pub use runtime::{CACHE_SIZE, Jit};
 pub use x86_codegen::ir::cause::Cause;
 
 /// How long translated code may go on without returning to the run loop. Each return drops the host's stack, so the

@@ -309,7 +309,15 @@ fn what_other_programs_options_look_like() {
 #[test]
 fn limits_of_the_process() {
     let kernel = kernel(|a| a.ud2().unwrap());
-    for limit in ["-v 100000", "-v 300000", "-v 600000", "-d 100000", "-n 12"] {
+    let too_low = [
+        "-v 100000",
+        "-v 300000",
+        "-v 600000",
+        "-v 1100000",
+        "-d 100000",
+    ];
+    let enough = ["-v 1250000", "-d 270000"];
+    for limit in too_low.iter().chain(&enough).chain(&["-n 12"]) {
         let anykvm = env!("CARGO_BIN_EXE_anykvm");
         let script = format!(
             "ulimit {limit} && exec {anykvm} boot --kernel {} --no-initrd --mem 64M",
@@ -324,7 +332,8 @@ fn limits_of_the_process() {
             "{limit}: {:?} {stderr}",
             output.status
         );
-        assert!(!limit.starts_with("-v") || is_refused, "{limit}: {stderr}");
+        assert!(!too_low.contains(limit) || is_refused, "{limit}: {stderr}");
+        assert!(!enough.contains(limit) || has_run, "{limit}: {stderr}");
     }
 }
 

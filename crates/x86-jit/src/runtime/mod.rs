@@ -48,7 +48,7 @@ use x86_codegen::{
 };
 
 /// Bytes of translated code per vCPU. A compiler's takes 80 MiB.
-const CACHE_SIZE: usize = 128 << 20;
+pub const CACHE_SIZE: usize = 128 << 20;
 
 /// An instruction at which a block leaves for the interpreter.
 #[derive(Debug)]
