@@ -258,7 +258,7 @@ impl Machine {
             Some(size) => {
                 let mut jit = Jit::with_capacity(size).ok_or(io::ErrorKind::Unsupported)?;
                 jit.mix_tiers();
-                Engine::Jit(Box::new(jit))
+                Engine::Jit(jit)
             }
         };
         Ok(Self {

@@ -13,7 +13,10 @@ const LEAST_CODE: usize = 16 << 20;
 const REST: usize = 4;
 
 /// The translator, if there is to be one and the host allows generated code. `small_memory`: bytes of a small guest's memory.
-pub(super) fn translator(options: &EngineOptions, small_memory: Option<usize>) -> Option<Jit<Bus>> {
+pub(super) fn translator(
+    options: &EngineOptions,
+    small_memory: Option<usize>,
+) -> Option<Box<Jit<Bus>>> {
     if options.engine == Engine::Interpreter {
         return None;
     }
@@ -35,7 +38,7 @@ pub(super) fn translator(options: &EngineOptions, small_memory: Option<usize>) -
 }
 
 /// Makes a translator with room for `bytes` of code, or for less if the process cannot have that.
-fn with_at_most(mut bytes: usize) -> Option<Jit<Bus>> {
+fn with_at_most(mut bytes: usize) -> Option<Box<Jit<Bus>>> {
     while bytes > LEAST_CODE {
         if let Some(jit) = Jit::with_capacity(bytes)
             && host::allocator::can_have(REST * bytes).is_ok()

@@ -58,7 +58,7 @@ struct Inner {
     cpu: Box<CpuState>,
     interp: Interp<Bus>,
     /// `None` if the translator is switched off, or the host allows no generated code.
-    jit: Option<Jit<Bus>>,
+    jit: Option<Box<Jit<Bus>>>,
     bus: Bus,
     /// KVM_MP_STATE_*.
     mp_state: u32,

@@ -10,7 +10,7 @@ use kvm_bindings::{
 use x86_cpu::{Exception, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
 use x86_interp::RunStop;
-use x86_jit::{Jit, JitBus, RunLimit};
+use x86_jit::{JitBus, RunLimit};
 
 use super::{Inner, linear_rip, pmu::NEVER, replay::DeviceAccess};
 use crate::{Answer, Error, Exit, Result, RunInput, RunStatus, shared::request};
@@ -91,7 +91,7 @@ impl Inner {
             self.bus.exit,
             Some(Exit::Io { .. } | Exit::Mmio { .. } | Exit::Rdmsr { .. } | Exit::Wrmsr { .. })
         );
-        self.resumes = self.is_device_exit && self.jit.as_ref().is_some_and(Jit::can_resume);
+        self.resumes = self.is_device_exit && self.jit.as_ref().is_some_and(|jit| jit.can_resume());
     }
 
     /// KVM_X86_QUIRK_OUT_7E_INC_RIP: the VMM is to see RIP behind the OUT that it has been left for.

@@ -253,7 +253,7 @@ pub(crate) struct Cache {
     /// ([`x86_codegen::codegen::CrossPageSite`]).
     pub(crate) remembered: HashMap<usize, Vec<u32>, ByIdentity>,
     /// Pages and keys that [`Self::is_new`] has seen.
-    filled: [(u64, u64); FILLED],
+    filled: Box<[(u64, u64)]>,
     /// Keys and the numbers given to them.
     numbers: [[(u64, u32); WAYS]; NUMBERED],
     /// The last number given.
@@ -279,7 +279,8 @@ impl Cache {
             second: HashMap::default(),
             targets: no_targets(),
             remembered: HashMap::default(),
-            filled: [(0, 0); FILLED],
+            // A vector, as the thread's stack may be small.
+            filled: vec![(0, 0); FILLED].into(),
             numbers: [[(0, 0); WAYS]; NUMBERED],
             number: 0,
             page_guards: 0,

@@ -85,7 +85,7 @@ pub(crate) struct Profiles {
     left: u32,
     pub(crate) hot: HashMap<BlockKey, Profile, ByIdentity>,
     /// The block that each per-site entry belongs to.
-    pub(crate) owners: Box<[Option<BlockKey>; SITE_ENTRIES]>,
+    pub(crate) owners: Box<[Option<BlockKey>]>,
     /// Tests only: every other block is translated as if it were hot.
     pub(crate) mixes_tiers: bool,
 }
@@ -97,7 +97,7 @@ impl Profiles {
             last: None,
             left: SAMPLES,
             hot: HashMap::default(),
-            owners: Box::new([None; SITE_ENTRIES]),
+            owners: vec![None; SITE_ENTRIES].into(),
             mixes_tiers: false,
         }
     }

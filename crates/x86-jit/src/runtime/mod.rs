@@ -157,12 +157,14 @@ pub struct Jit<B: JitBus> {
 
 impl<B: JitBus> Jit<B> {
     /// Maps the code buffer. `None` if the host does not allow that.
-    pub fn new() -> Option<Self> {
+    pub fn new() -> Option<Box<Self>> {
         Self::with_capacity(CACHE_SIZE)
     }
 
     /// Does what [`Self::new`] does with room for `bytes` of code: tests need a cache that is soon full.
-    pub fn with_capacity(bytes: usize) -> Option<Self> {
+    ///
+    /// Boxed, as the thread's stack may be small.
+    pub fn with_capacity(bytes: usize) -> Option<Box<Self>> {
         let host = HostFeatures::detected();
         let isa = Isa::of_host(&host);
         let functions = [
@@ -172,7 +174,7 @@ impl<B: JitBus> Jit<B> {
         let code = CodeSpace::new(bytes, isa, functions)?;
         let trampolines = code.trampolines;
         let address = code.address(0);
-        Some(Self {
+        Some(Box::new(Self {
             code,
             builder: Builder {
                 wanted_by: None,
@@ -212,7 +214,7 @@ impl<B: JitBus> Jit<B> {
             lockstep: None,
             stats: Stats::default(),
             translate_ticks: 0,
-        })
+        }))
     }
 
     /// Turns lock-step on: everything that translated code does is compared with the interpreter from now on, at a
