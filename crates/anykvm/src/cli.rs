@@ -99,7 +99,7 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     pub(crate) no_tcg: bool,
 
-    /// Compare with this build of anykvm only: both at once on one processor, by the processor's time.
+    /// Compare with this build of anykvm only: both at once on one processor, by the processor's time (exits: in turn).
     #[arg(long, value_name = "PROGRAM")]
     pub(crate) against: Option<PathBuf>,
 

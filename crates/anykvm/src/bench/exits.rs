@@ -44,6 +44,28 @@ const KINDS: [ExitRow; 4] = [
     ),
 ];
 
+/// Returns the name of each figure, in the table's order.
+pub(super) fn names() -> impl Iterator<Item = String> {
+    let columns = ["64-bit", "64-bit, irqchip", "32-bit", "32-bit, irqchip"];
+    KINDS
+        .into_iter()
+        .flat_map(move |(kind, ..)| columns.map(|column| format!("{kind}, {column}")))
+}
+
+/// Returns the figures of a table that [`run`] has made, in [`names`]' order; `None` if `text` is no such table.
+pub(super) fn figures(text: &str) -> Option<Vec<f64>> {
+    let rows = text.lines().skip(1).map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let cells = words.last_chunk::<4>()?;
+        cells
+            .iter()
+            .map(|cell| cell.parse().ok())
+            .collect::<Option<Vec<f64>>>()
+    });
+    let figures = rows.collect::<Option<Vec<_>>>()?.concat();
+    (figures.len() == names().count()).then_some(figures)
+}
+
 /// Measures all kinds. Returns the table.
 pub(super) fn run(verdict: &mut Verdict) -> Result<String, BootError> {
     let head = [
@@ -85,4 +107,23 @@ fn measure(mode: Mode, irqchip: bool, code: &[u8]) -> Result<f64, BootError> {
         best = best.min(begin.elapsed().as_secs_f64() / f64::from(EXITS));
     }
     Ok(best * 1e9)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_those_of_a_table() {
+        let mut lines = vec![["exit, ns", "a", "b", "c", "d"].map(str::to_owned).to_vec()];
+        for (name, ..) in KINDS {
+            let cells = [1.5, 20.0, 300.0, 4.0].map(|ns| report::cell(Some(ns)));
+            lines.push([name.to_owned()].into_iter().chain(cells).collect());
+        }
+        let table = report::aligned(&lines);
+        let found = figures(&table).unwrap();
+        assert_eq!(found, [1.5, 20.0, 300.0, 4.0].repeat(KINDS.len()));
+        let broken = table.replace("300", "-");
+        assert_eq!([figures(&broken), figures("")], [None, None]);
+    }
 }

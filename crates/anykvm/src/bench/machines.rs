@@ -66,6 +66,8 @@ pub(super) struct Run {
     pub(super) errors: String,
     /// Time from the start of the process to the line `ready`.
     pub(super) ready: Duration,
+    /// Processor time that the process had taken by then.
+    pub(super) ready_cpu: Duration,
     /// Time to the end of the process.
     pub(super) total: Duration,
 }
@@ -479,7 +481,7 @@ pub(super) fn follow(command: &mut Command) -> Result<Run, BootError> {
                     let cpu = cpu.saturating_sub(core::mem::replace(&mut before, cpu));
                     run.samples.push(Sample { cpu, ..sample });
                 }
-                None if line.starts_with("ready ") => run.ready = at,
+                None if line.starts_with("ready ") => (run.ready, run.ready_cpu) = (at, cpu),
                 None if line == PREPARED => before = cpu,
                 None if line == "over" => is_over = true,
                 None => others.push(line),

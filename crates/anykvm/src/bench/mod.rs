@@ -4,6 +4,7 @@
 //! ratios within a round are printed. A workload's time is taken inside, by the clock of the machine that runs it. If a
 //! guest's times add up to more time than has passed on the host, that is an error; so are outputs that differ.
 
+mod against;
 mod bare;
 mod bare_tcg;
 mod ctxsw;
@@ -55,10 +56,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
             known.join(", ")
         )));
     }
-    let is_compared = |s: &BenchSuite| matches!(s, BenchSuite::Compute | BenchSuite::Kernel);
-    if args.against.is_some() && !args.suites.iter().all(is_compared) {
+    if args.against.is_some() && !args.suites.iter().all(against::has) {
         return Err(BootError::Usage(
-            "--against is for compute and kernel".to_owned(),
+            "--against is for compute, kernel, boot and exits".to_owned(),
         ));
     }
     let mut verdict = Verdict::default();
@@ -75,6 +75,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     };
     for suite in &args.suites {
         let text = match (suite, &mut files) {
+            (suite, files) if let Some(other) = &args.against => {
+                against::run(args, suite, files.as_ref(), other)?
+            }
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
             (BenchSuite::Wp, files) => {
                 let mut text = wp::run(args, &mut verdict)?;
@@ -132,9 +135,6 @@ fn compare(
     verdict: &mut Verdict,
 ) -> Result<String, BootError> {
     let workloads = chosen(args, suite);
-    if let Some(other) = &args.against {
-        return against(args, files, &workloads, other);
-    }
     let mut machines = vec![Machine::Native, Machine::Anykvm];
     machines.extend((!args.no_tcg).then_some(Machine::Tcg));
     let mut rows: Vec<Row> = workloads.iter().map(|w| Row::new(w)).collect();
@@ -153,46 +153,6 @@ fn compare(
         }
     }
     Ok(report::compared(&rows, suite, verdict))
-}
-
-/// Compares two builds, with each workload in a run of its own: otherwise the build that is ahead would run beside
-/// other workloads.
-fn against(
-    args: &BenchArgs,
-    files: &Files,
-    workloads: &[&'static Workload],
-    other: &std::path::Path,
-) -> Result<String, BootError> {
-    let mut lines = vec![
-        ["", "first, ms", "over other's", "later, ms", "over other's"]
-            .map(str::to_owned)
-            .to_vec(),
-    ];
-    for workload in workloads {
-        // The row checks that results agree.
-        let mut row = Row::new(workload);
-        // Times of the first run and of the others, by machine.
-        let mut times: [[Vec<f64>; 2]; 2] = Default::default();
-        for _ in 0..args.rounds {
-            let runs = files.pair(other, "1G", &[workload], args.repeats)?;
-            for (run, times) in runs.iter().zip(&mut times) {
-                row.add(Column::Anykvm, run)?;
-                for (n, sample) in run.samples.iter().enumerate() {
-                    times[n.min(1)].push(sample.cpu.as_secs_f64() * 1e3);
-                }
-            }
-        }
-        let mut line = vec![workload.name.to_owned()];
-        let [own, other] = &times;
-        for (own, other) in own.iter().zip(other) {
-            let (own, other) = (report::median(own), report::median(other));
-            line.push(report::cell(own));
-            let ratio = own.zip(other).map(|(own, other)| own / other);
-            line.push(ratio.map_or_else(|| "-".to_owned(), |r| format!("{r:.3}")));
-        }
-        lines.push(line);
-    }
-    Ok(report::aligned(&lines))
 }
 
 /// Returns an error if the times that a guest claims add up to more than has passed outside.
