@@ -9,7 +9,7 @@ mod guest;
 use std::os::fd::AsRawFd;
 
 use anykvm_ioctls::{IoEventAddress, NoDatamatch, VcpuExit};
-use guest::Guest;
+use guest::{Guest, set_limit};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 const DOORBELLS: u64 = 1000;
@@ -22,12 +22,7 @@ const OTHERS: u64 = 100;
 /// The limit is relative: a test inherits descriptors from whatever started it.
 fn limit_descriptors(last: &EventFd) {
     let limit = u64::try_from(last.as_raw_fd()).unwrap() + 50;
-    let limit = libc::rlimit {
-        rlim_cur: limit,
-        rlim_max: limit,
-    };
-    // SAFETY: a limit that is read.
-    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) }, 0);
+    set_limit(libc::RLIMIT_NOFILE, limit);
 }
 
 #[test]

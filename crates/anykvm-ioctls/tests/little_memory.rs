@@ -9,19 +9,13 @@ mod guest;
 use std::fs;
 
 use anykvm_ioctls::VcpuExit;
-use guest::Guest;
+use guest::{Guest, set_limit};
 
 /// Lets the process have `more` bytes of address space beyond what it has.
 fn limit_memory(more: u64) {
     let pages = fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = pages.split(' ').next().unwrap().parse().unwrap();
-    let limit = pages * 4096 + more;
-    let limit = libc::rlimit {
-        rlim_cur: limit,
-        rlim_max: limit,
-    };
-    // SAFETY: a limit that is read.
-    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &limit) }, 0);
+    set_limit(libc::RLIMIT_AS, pages * 4096 + more);
 }
 
 #[test]

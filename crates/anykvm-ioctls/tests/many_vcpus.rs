@@ -7,7 +7,7 @@ mod guest;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use guest::{Ram, add_slot, lapic_bit, set_msr};
+use guest::{Ram, add_slot, lapic_bit, set_limit, set_msr};
 use kvm_bindings::*;
 
 const CODE: u64 = 0x1000;
@@ -48,10 +48,7 @@ fn raise_descriptor_limit() {
     // SAFETY: a structure that is written.
     let result = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
     assert_eq!(result, 0);
-    limit.rlim_cur = limit.rlim_max;
-    // SAFETY: a structure that is read.
-    let result = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
-    assert_eq!(result, 0);
+    set_limit(libc::RLIMIT_NOFILE, limit.rlim_max);
 }
 
 struct Machine {

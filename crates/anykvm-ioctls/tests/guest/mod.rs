@@ -13,6 +13,16 @@ pub(crate) const RAM: u64 = 0x1000;
 /// First byte after the RAM.
 pub(crate) const RAM_END: u64 = 0x5000;
 
+/// Sets a limit of the process for good: setrlimit(2).
+pub(crate) fn set_limit(resource: libc::__rlimit_resource_t, value: u64) {
+    let limit = libc::rlimit {
+        rlim_cur: value,
+        rlim_max: value,
+    };
+    // SAFETY: a limit that is read.
+    assert_eq!(unsafe { libc::setrlimit(resource, &raw const limit) }, 0);
+}
+
 /// KVM_SET_MSRS of one register; false if it or the value is refused.
 pub(crate) fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
     let entry = kvm_msr_entry {

@@ -37,7 +37,7 @@ fn line(cells: &[&str]) -> Vec<String> {
     cells.iter().map(|&cell| cell.to_owned()).collect()
 }
 
-/// Returns the cells for the median of our times and for its ratio to that of the other build's.
+/// Returns two cells: the median of our times, and its ratio to the median of the other build's.
 fn cells(own: &[f64], other: &[f64]) -> [String; 2] {
     let (own, other) = (report::median(own), report::median(other));
     let ratio = own.zip(other).map(|(own, other)| own / other);

@@ -8,8 +8,7 @@ use crate::{Engine, EngineOptions};
 /// Bytes of translated code that a vCPU may have if its guest is small or the process may have little memory.
 const LEAST_CODE: usize = 16 << 20;
 
-/// Memory that the process must still be able to have beside a vCPU's translated code, as a multiple of that: the VMM
-/// and other vCPUs need some, too.
+/// Memory that a vCPU's translated code leaves to the VMM and to other vCPUs, as a multiple of the code's size.
 const REST: usize = 4;
 
 /// The translator, if there is to be one and the host allows generated code. `small_memory`: bytes of a small guest's memory.
