@@ -52,12 +52,14 @@ const ALWAYS: [c_long; 3] = [
 ];
 
 /// Calls that are let through if our own code makes them.
-const OWN: [c_long; 27] = [
+const OWN: [c_long; 29] = [
     libc::SYS_mmap,
+    libc::SYS_mremap,
     libc::SYS_mprotect,
     libc::SYS_madvise,
     libc::SYS_futex,
     libc::SYS_memfd_create,
+    libc::SYS_getrlimit,
     libc::SYS_ftruncate,
     libc::SYS_fstat,
     libc::SYS_fcntl,

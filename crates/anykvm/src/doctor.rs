@@ -95,7 +95,7 @@ fn machine() -> Vec<Line> {
         clock(&read(
             "/sys/devices/system/clocksource/clocksource0/current_clocksource",
         )),
-        code(&read("/proc/sys/vm/memfd_noexec")),
+        code(),
         mappings(&read("/proc/sys/vm/max_map_count")),
         memory(&read("/proc/meminfo"), limits::group_memory()),
         resources(&[
@@ -106,6 +106,12 @@ fn machine() -> Vec<Line> {
                 2 << 30,
             ),
             ("data", "-d", getrlimit(Resource::Data).current, 2 << 30),
+            (
+                "file size",
+                "-f",
+                getrlimit(Resource::Fsize).current,
+                4 << 20,
+            ),
             ("open files", "-n", getrlimit(Resource::Nofile).current, 256),
             ("processes", "-u", getrlimit(Resource::Nproc).current, 64),
         ]),
@@ -233,13 +239,13 @@ fn clock(source: &str) -> Line {
     }
 }
 
-fn code(memfd_noexec: &str) -> Line {
-    match memfd_noexec.trim() {
-        "" | "0" | "1" => Line(Good, "code", "may be made and executed".to_owned()),
-        _ => Line(
+fn code() -> Line {
+    match host::memfd::map_code(host::PAGE_SIZE) {
+        Ok(_) => Line(Good, "code", "may be made and executed".to_owned()),
+        Err(error) => Line(
             Poor,
             "code",
-            "vm.memfd_noexec forbids executable files in memory: guests are interpreted".to_owned(),
+            format!("memory for code cannot be had ({error}): guests are interpreted"),
         ),
     }
 }
@@ -402,7 +408,7 @@ mod tests {
         assert!(why.contains("no fsgsbase: "), "{why}");
         assert_eq!(clock("hpet\n").0, Poor);
         assert_eq!(clock("tsc\n").0, Good);
-        assert_eq!(code("2\n").0, Poor);
+        assert_eq!(code().0, Good);
         assert_eq!(mappings("1000\n").0, Poor);
         assert_eq!(memory("MemAvailable: 8000000 kB\n", None).0, Good);
         assert_eq!(memory("MemAvailable: 8000000 kB\n", Some(1 << 20)).0, Poor);

@@ -1,11 +1,11 @@
 //! [`CodeBuffer`]: memory for generated code, mapped twice.
 //!
 //! W^X without `mprotect`: the writable view is never executable and the executable view never writable; both map the
-//! same memfd. All mapping happens in [`CodeBuffer::new`], at VM creation, before a VMM's seccomp filters exist.
+//! same memory. All mapping happens in [`CodeBuffer::new`], at VM creation, before a VMM's seccomp filters exist.
 
 use std::{io, sync::Arc};
 
-use crate::{code_views::CodeViews, memfd::Memfd};
+use crate::code_views::CodeViews;
 
 /// A dual-mapped code buffer.
 #[derive(Debug)]
@@ -17,12 +17,12 @@ impl CodeBuffer {
     /// Creates a buffer of `len` bytes (rounded up to pages).
     ///
     /// # Errors
-    /// Those of `memfd_create` and `mmap`.
+    /// Those of [`crate::memfd::map_code`].
     pub fn new(len: usize) -> io::Result<Self> {
         let len = len
             .checked_next_multiple_of(crate::PAGE_SIZE)
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        let views = CodeViews::new(&Memfd::new(c"anykvm-code", len)?)?;
+        let views = CodeViews::new(len)?;
         Ok(Self {
             views: Arc::new(views),
         })

@@ -14,7 +14,7 @@ use std::{
 
 use crate::{
     HUGE_PAGE,
-    memfd::{Memfd, SharedMapping},
+    memfd::{self, SharedMapping},
     service_thread::{Bell, PAGES},
 };
 
@@ -46,10 +46,11 @@ pub struct CodeViews {
 }
 
 impl CodeViews {
-    pub(crate) fn new(file: &Memfd) -> io::Result<Self> {
+    pub(crate) fn new(len: usize) -> io::Result<Self> {
+        let [rw, rx] = memfd::map_code(len)?;
         Ok(Self {
-            rw: file.map()?,
-            rx: file.map_executable()?,
+            rw,
+            rx,
             writes: AtomicU64::new(0),
             seen: AtomicU64::new(0),
             is_gone: AtomicBool::new(false),

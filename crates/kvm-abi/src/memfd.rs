@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use host::system;
 
-use crate::errno::{Errno, Result};
+use crate::errno::Result;
 
 /// Identifies a file: the same for all duplicates, and different for any two files that exist at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,28 +22,14 @@ pub(crate) struct FileIdentity {
 pub(crate) fn create(name: &CStr, len: usize, close_on_exec: bool) -> Result<OwnedFd> {
     let cloexec = if close_on_exec { libc::MFD_CLOEXEC } else { 0 };
     let flags = libc::MFD_ALLOW_SEALING | cloexec;
-    // Hosts with sysctl vm.memfd_noexec = 2 want the flag, kernels before 6.3 refuse it.
-    let fd = open(name, flags | libc::MFD_NOEXEC_SEAL).or_else(|_| open(name, flags))?;
-    if libc::off_t::try_from(len).is_err() {
-        return Err(Errno::new(libc::EINVAL));
-    }
-    let number = fd.as_raw_fd() as usize;
+    let fd = host::Memfd::with_flags(name, len, flags)?.into_fd();
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: plain system calls on a descriptor that we own; F_ADD_SEALS takes an integer.
+    // SAFETY: a plain system call on a descriptor that we own; F_ADD_SEALS takes an integer.
     unsafe {
-        system::call(libc::SYS_ftruncate, [number, len])?;
+        let number = fd.as_raw_fd() as usize;
         let arguments = [number, libc::F_ADD_SEALS as usize, seals as usize];
         system::call(libc::SYS_fcntl, arguments)?;
     }
-    Ok(fd)
-}
-
-fn open(name: &CStr, flags: libc::c_uint) -> Result<OwnedFd> {
-    // SAFETY: `name` is a C string that outlives the call.
-    let fd = unsafe {
-        let name = name.as_ptr() as usize;
-        system::open(libc::SYS_memfd_create, [name, flags as usize])?
-    };
     Ok(fd)
 }
 
@@ -69,6 +55,7 @@ pub(crate) fn path(fd: BorrowedFd<'_>) -> Result<std::path::PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Errno;
 
     #[test]
     fn identity_survives_dup_and_differs_between_files() {

@@ -1,16 +1,12 @@
 //! [`CodeBuffer`]: memory that generated code is written to and executed from.
 //!
-//! One memfd is mapped twice, once writable and once executable, so no page is ever both. No system call is needed
+//! The memory is mapped twice, once writable and once executable, so no page is ever both. No system call is needed
 //! after creation: by then a VMM's seccomp filter may forbid mprotect. Bytes are appended; written code never changes
 //! until [`CodeBuffer::clear`].
 
-use std::{
-    io,
-    os::fd::{AsFd, AsRawFd},
-    ptr,
-};
+use std::{io, mem::ManuallyDrop, ptr};
 
-use host::system;
+use host::{SharedMapping, memfd};
 
 /// Alignment of each piece of code.
 const ALIGN: usize = 16;
@@ -18,46 +14,25 @@ const ALIGN: usize = 16;
 /// An append-only code buffer.
 #[derive(Debug)]
 pub(crate) struct CodeBuffer {
-    writable: *mut u8,
-    executable: *mut u8,
-    size: usize,
+    /// Not there in a forked child, which must not unmap what it may have at these addresses.
+    writable: ManuallyDrop<SharedMapping>,
+    executable: ManuallyDrop<SharedMapping>,
     used: usize,
     recycled: bool,
     /// [`host::fork::generation`] of the process that mapped the buffer.
     owner: u32,
 }
 
-// SAFETY: the two mappings belong to this value alone, and do not depend on the thread that created them.
-unsafe impl Send for CodeBuffer {}
-
 impl CodeBuffer {
-    /// Maps `size` bytes (a multiple of the page size).
+    /// Maps `size` bytes.
     pub(crate) fn new(size: usize) -> io::Result<Self> {
-        let file = host::Memfd::new(c"anykvm-code", size)?;
-        let number = file.as_fd().as_raw_fd() as usize;
-        let view = |protection: libc::c_int| -> io::Result<usize> {
-            let (protection, flags) = (protection as usize, libc::MAP_SHARED as usize);
-            // SAFETY: a new mapping at an address of the kernel's choice.
-            let at = unsafe {
-                let arguments = [0, size, protection, flags, number, 0];
-                system::call(libc::SYS_mmap, arguments)?
-            };
-            // A forked child must not write into its parent's code.
-            // SAFETY: the range is the mapping made above.
-            let _ = unsafe {
-                let advice = libc::MADV_DONTFORK as usize;
-                system::call(libc::SYS_madvise, [at, size, advice])
-            };
-            Ok(at)
-        };
-        let writable = view(libc::PROT_READ | libc::PROT_WRITE)?;
-        let executable = view(libc::PROT_READ | libc::PROT_EXEC).inspect_err(|_| {
-            unmap(writable, size);
-        })?;
+        let [writable, executable] = memfd::map_code(size)?;
+        // A forked child must not write into its parent's code.
+        writable.advise_dontfork();
+        executable.advise_dontfork();
         Ok(Self {
-            writable: ptr::with_exposed_provenance_mut(writable),
-            executable: ptr::with_exposed_provenance_mut(executable),
-            size,
+            writable: ManuallyDrop::new(writable),
+            executable: ManuallyDrop::new(executable),
             used: 0,
             recycled: false,
             owner: host::fork::generation(),
@@ -68,13 +43,15 @@ impl CodeBuffer {
     pub(crate) fn append(&mut self, code: &[u8]) -> Option<u32> {
         let at = self.used;
         let end = at.checked_add(code.len())?;
-        if end > self.size {
+        if end > self.writable.len() {
             return None;
         }
         // SAFETY: `at..end` lies in the writable mapping (checked above), which
         // `code`, a Rust slice, cannot overlap.
-        unsafe { ptr::copy_nonoverlapping(code.as_ptr(), self.writable.add(at), code.len()) };
-        self.used = end.next_multiple_of(ALIGN).min(self.size);
+        unsafe {
+            ptr::copy_nonoverlapping(code.as_ptr(), self.writable.as_ptr().add(at), code.len());
+        };
+        self.used = end.next_multiple_of(ALIGN).min(self.writable.len());
         if self.recycled {
             // Code at these addresses may have been executed before, and was written through another linear address.
             // SDM vol. 3, 9.1.3 requires a serializing instruction then.
@@ -92,23 +69,18 @@ impl CodeBuffer {
     /// Returns the address of the code at an offset that [`Self::append`] returned.
     #[inline(always)]
     pub(crate) fn entry(&self, offset: u32) -> *const u8 {
-        self.executable.wrapping_add(offset as usize)
+        self.executable.as_ptr().wrapping_add(offset as usize)
     }
 }
 
 impl Drop for CodeBuffer {
     fn drop(&mut self) {
-        // A forked child does not have the mappings, and may have something else there.
-        if self.owner != host::fork::generation() {
-            return;
+        if self.owner == host::fork::generation() {
+            // SAFETY: neither is used again. No code in them runs, as running code borrows the buffer.
+            unsafe {
+                ManuallyDrop::drop(&mut self.writable);
+                ManuallyDrop::drop(&mut self.executable);
+            }
         }
-        unmap(self.writable.expose_provenance(), self.size);
-        unmap(self.executable.expose_provenance(), self.size);
     }
-}
-
-/// Unmaps one of a buffer's mappings. No code in it runs, as running code borrows the buffer.
-fn unmap(at: usize, size: usize) {
-    // SAFETY: `CodeBuffer::new` made the mapping, with this size, and nobody uses it any more.
-    let _ = unsafe { system::call(libc::SYS_munmap, [at, size]) };
 }

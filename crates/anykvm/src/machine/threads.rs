@@ -242,10 +242,14 @@ pub(super) fn watch_size(devices: &Arc<Devices>) -> Result<(), BootError> {
         .map_err(BootError::host("cannot start the window thread"))
 }
 
-/// Turns signals that ask us to end into an ending of the machine.
+/// Turns signals that ask us to end into an ending of the machine. A file that would become longer than it may
+/// (`ulimit -f`) is an error of that write, and ends nobody.
 pub(super) fn watch_signals(endings: &Sender<Ending>) -> Result<(), BootError> {
+    use rustix::process::Signal;
     use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
+    signal_hook::flag::register(Signal::XFSZ.as_raw(), Arc::default())
+        .map_err(BootError::host("cannot watch signals"))?;
     let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGHUP, SIGINT, SIGQUIT])
         .map_err(BootError::host("cannot watch signals"))?;
     let endings = endings.clone();

@@ -316,8 +316,8 @@ fn limits_of_the_process() {
         "-v 1100000",
         "-d 100000",
     ];
-    let enough = ["-v 1250000", "-d 270000", "-s 256"];
-    for limit in too_low.iter().chain(&enough).chain(&["-n 12"]) {
+    let enough = ["-v 1250000", "-d 270000", "-s 256", "-f 1000"];
+    for limit in too_low.iter().chain(&enough).chain(&["-n 12", "-f 0"]) {
         let anykvm = env!("CARGO_BIN_EXE_anykvm");
         let script = format!(
             "ulimit {limit} && exec {anykvm} boot --kernel {} --no-initrd --mem 64M",
