@@ -41,7 +41,7 @@ pub struct Held<'a, T> {
 
 impl<T> BriefLock<T> {
     /// Makes a lock that is not held.
-    pub fn new(value: T) -> Self {
+    pub const fn new(value: T) -> Self {
         Self {
             held: AtomicU32::new(0),
             sleepers: AtomicU32::new(0),

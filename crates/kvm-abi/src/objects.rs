@@ -10,6 +10,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use host::BriefLock;
+
 use crate::device::Device;
 use crate::errno::{Errno, Result};
 use crate::fork;
@@ -45,13 +47,28 @@ type Table = BTreeMap<RawFd, Entry>;
 
 static OBJECTS: RwLock<Table> = RwLock::new(Table::new());
 
+/// vCPUs that have run, each at the remainder of its descriptor: what the table says of them, without its lock, whose
+/// word would go from core to core at every exit of each vCPU. Nothing has a destructor for threads here: to register
+/// one takes system calls that a VMM's filter may forbid.
+static RECENT: [Recent; 64] = [const { Recent(BriefLock::new(None)) }; 64];
+
+/// In a cache line of its own.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Recent(BriefLock<Option<(RawFd, Arc<Vcpu>)>>);
+
 /// Locks the table. No code panics while it holds the lock, so a poisoned table is still consistent.
 fn table() -> RwLockReadGuard<'static, Table> {
     OBJECTS.read().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn table_mut() -> RwLockWriteGuard<'static, Table> {
-    OBJECTS.write().unwrap_or_else(PoisonError::into_inner)
+    let table = OBJECTS.write().unwrap_or_else(PoisonError::into_inner);
+    // The table still has these objects, so none ends here.
+    for Recent(vcpu) in &RECENT {
+        *vcpu.lock() = None;
+    }
+    table
 }
 
 /// Creates a descriptor without mappable memory for `object`.
@@ -144,10 +161,22 @@ pub(crate) fn known(fd: RawFd) -> Option<Object> {
 /// Returns the vCPU behind `fd` for KVM_RUN, without a system call. Does not notice if the number was closed without
 /// [`forget`] and reused for another file.
 pub(crate) fn lookup_vcpu_unchecked(fd: RawFd) -> Option<Arc<Vcpu>> {
-    match table().get(&fd)?.object {
-        Object::Vcpu(ref vcpu) => Some(Arc::clone(vcpu)),
-        _ => None,
+    let Recent(recent) = &RECENT[usize::try_from(fd).ok()? % RECENT.len()];
+    // Nobody waits: the lock may be that of a thread which a fork has not copied.
+    if let Some(held) = recent.try_lock()
+        && let Some((number, vcpu)) = &*held
+        && *number == fd
+    {
+        return Some(Arc::clone(vcpu));
     }
+    let table = table();
+    let Object::Vcpu(vcpu) = &table.get(&fd)?.object else {
+        return None;
+    };
+    if let Some(mut held) = recent.try_lock() {
+        *held = Some((fd, Arc::clone(vcpu)));
+    }
+    Some(Arc::clone(vcpu))
 }
 
 /// Closes one of anykvm's descriptors.
@@ -202,9 +231,11 @@ pub fn forget_range(first: RawFd, last: RawFd) {
     drop(gone);
 }
 
-/// Tells the table that `new` has just become a duplicate of `old`: it keeps the object alive.
+/// Tells the table that `new` has just become a duplicate of `old`, another number: it keeps the object alive. What it
+/// was before has been closed.
 pub fn duplicated(old: RawFd, new: RawFd) {
-    if table().contains_key(&old) {
+    forget(new);
+    if table().contains_key(&old) && !fork::in_child() {
         // If the number has become another file meanwhile, the lookup is right for that, too.
         let _ = lookup(new);
     }

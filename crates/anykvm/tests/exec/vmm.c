@@ -404,6 +404,23 @@ static void descriptors(const char *self)
     CHECK(ioctl(again, KVM_CHECK_EXTENSION, KVM_CAP_USER_MEMORY) == 1);
     CHECK(syscall(SYS_ioctl, vcpu, KVM_RUN, 0) == 0);
     few_descriptors(again);
+    /* KVM_RUN goes to the vCPU that the number means now, also where the thread has just run another by it. */
+    int first = dup(vcpu), other = ioctl(vm, KVM_CREATE_VCPU, 1);
+    struct kvm_run *others = mmap(NULL, map_size, PROT_READ | PROT_WRITE, MAP_SHARED, other, 0);
+    CHECK(first >= 0 && other >= 0 && others != MAP_FAILED);
+    start_at_0x1000(other);
+    run->exit_reason = 0;
+    CHECK(dup2(other, vcpu) == vcpu && ioctl(vcpu, KVM_RUN, 0) == 0);
+    CHECK(others->exit_reason == KVM_EXIT_IO && run->exit_reason == 0);
+    CHECK(dup2(first, vcpu) == vcpu && ioctl(vcpu, KVM_RUN, 0) == 0);
+    CHECK(run->exit_reason == KVM_EXIT_IO);
+    int file = open("/dev/null", O_RDONLY);
+    CHECK(dup2(file, vcpu) == vcpu && ioctl(vcpu, KVM_RUN, 0) == -1 && errno == ENOTTY);
+    CHECK(dup3(first, vcpu, 0) == vcpu && ioctl(vcpu, KVM_RUN, 0) == 0);
+    CHECK(dup2(-1, vcpu) == -1 && errno == EBADF && ioctl(vcpu, KVM_RUN, 0) == 0);
+    close(file);
+    close(first);
+    close(other);
     /* A child has the descriptors, but the VM is its parent's. */
     pid_t child = fork();
     if (child == 0) {

@@ -18,6 +18,36 @@ const MAX_DEPTH: i32 = 16 << 10;
 
 const SAVED: [Reg; 6] = [3, RBP, 12, 13, 14, 15];
 
+/// Calls left open at an exit from which on [`unwind_predictor`] does nothing.
+const MAX_OPEN: i32 = 6;
+
+/// Emits returns for the guest's calls that are open on the host's stack. The processor keeps a stack of the addresses
+/// that it expects returns to, and expects those of the guest's calls first: it would mispredict this return, and with
+/// it every return of the hypervisor's and the VMM's that comes next. Of many open calls each costs more than that.
+fn unwind_predictor(a: &mut Asm) {
+    /// Bytes that a call takes on the host's stack.
+    const FRAME: i32 = 16;
+    a.load(RCX, gs(STACK));
+    a.alu_rr(true, Alu::Sub, RCX, RSP);
+    a.alu_imm(true, Alu::Cmp, RCX, MAX_OPEN * FRAME);
+    let are_many = a.jcc(cc::A);
+    a.alu_imm(true, Alu::Sub, RCX, 1);
+    let is_none = a.jcc(cc::B);
+    a.bytes(&[0x48, 0x8d, 0x05, 0, 0, 0, 0]); // lea rax, [rip + …]
+    let after = a.here() - 4;
+    let again = a.here();
+    push(a, RAX);
+    a.ret();
+    let here = a.here();
+    a.patch(after, here);
+    a.alu_imm(true, Alu::Sub, RCX, FRAME);
+    let more = a.jcc(cc::AE);
+    a.patch(more, again);
+    let here = a.here();
+    a.patch(are_many, here);
+    a.patch(is_none, here);
+}
+
 impl Emitter<'_> {
     /// Emits the entry into translated code. Returns the place of the displacement of the last frame's return address.
     pub(super) fn enter(&mut self) -> usize {
@@ -43,6 +73,7 @@ impl Emitter<'_> {
         store_registers(a);
         self.exit_stored = a.here();
         save_fp(a);
+        unwind_predictor(a);
         a.load(RSP, gs(STACK));
         a.lea(RSP, at(RSP, 24));
         SAVED.iter().rev().for_each(|r| pop(a, *r));
