@@ -79,8 +79,8 @@ impl Front<'_> {
     }
 
     /// See [`Mmu::sync`].
-    pub fn sync(&mut self, cpu: &mut CpuState) {
-        self.0.sync(cpu);
+    pub fn sync(&mut self) {
+        self.0.sync();
     }
 }
 

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use guest_memory::{HostPage, SlotTable, byte_map::ByteMap, table::ADDRESS_SPACES};
-use x86_cpu::CpuState;
 
 use crate::{
     Mmu,
@@ -23,7 +22,7 @@ impl Mmu {
     }
 
     /// Carries out the requests of other threads, and acknowledges them.
-    pub fn sync(&mut self, _cpu: &CpuState) {
+    pub fn sync(&mut self) {
         if self.memory.epoch() != self.seen_epoch {
             self.stats.syncs += 1;
             let (table, epoch) = self.memory.table_and_epoch();

@@ -353,7 +353,7 @@ impl Mmu {
         };
         let cpu = CpuState::default();
         mmu.set_root(&cpu);
-        mmu.sync(&cpu);
+        mmu.sync();
         mmu
     }
 

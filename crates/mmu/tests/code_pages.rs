@@ -80,7 +80,7 @@ fn another_vcpus_writes_are_seen_when_it_synchronises() {
     for evict in [false, true] {
         let mut m = Machine::new();
         let (mut other, mut other_cpu) = m.second();
-        other.sync(&other_cpu);
+        other.sync();
         let gva = 0x2040;
         other.write(&mut other_cpu, gva, 1u64, Current).unwrap();
         let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, gva);
@@ -92,11 +92,11 @@ fn another_vcpus_writes_are_seen_when_it_synchronises() {
             let gva = gva + 0x1000 * 1024;
             other.write(&mut other_cpu, gva, 2u64, Current).unwrap();
         }
-        other.sync(&other_cpu);
+        other.sync();
         assert_ne!(m.mmu.code_generation(id), generation);
         let (_, generation, bytes) = fetch(&mut m.mmu, &mut m.cpu, gva);
         assert_eq!(bytes, 2u64.to_le_bytes());
-        other.sync(&other_cpu);
+        other.sync();
         assert_eq!(m.mmu.code_generation(id), generation);
         other.write(&mut other_cpu, gva, 3u64, Current).unwrap();
         assert_ne!(m.mmu.code_generation(id), generation);
@@ -127,14 +127,14 @@ fn data_beside_code_is_written_without_a_note() {
     assert_eq!(spared(&mut m, gva), Some(1 << 1 | 1 << 6));
     // What becomes clean has to be noted again.
     harvest(&m.memory, 0).unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     assert_eq!(spared(&mut m, gva), None);
     assert_eq!(look(&m.memory, 0)[0], 0);
     write(&mut m, data, 3).unwrap();
     assert_eq!(spared(&mut m, gva), Some(1 << 1 | 1 << 6));
     assert_eq!(look(&m.memory, 0)[0], 1 << 2);
     m.memory.request_write_flush();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     assert_eq!(spared(&mut m, gva), None);
     // So does what is flushed.
     write(&mut m, data, 3).unwrap();
@@ -167,7 +167,7 @@ fn data_that_becomes_code_elsewhere_counts_as_changed() {
     {
         let mut m = Machine::new();
         let (mut other, mut other_cpu) = m.second();
-        other.sync(&other_cpu);
+        other.sync();
         fetch(&mut m.mmu, &mut m.cpu, far);
         let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, 0x2040);
         write(&mut m, 0x2100, 1).unwrap();
@@ -178,7 +178,7 @@ fn data_that_becomes_code_elsewhere_counts_as_changed() {
         // SAFETY: inside the mapping; no other thread is here.
         unsafe { m.ram.as_ptr().add(0x2100).write_volatile(2) };
         leave(&mut m, far);
-        m.mmu.sync(&m.cpu);
+        m.mmu.sync();
         let changed = m.mmu.code_generation(id);
         assert_ne!(changed, generation, "{n}");
         let (_, seen, bytes) = fetch(&mut other, &mut other_cpu, 0x2100);
@@ -191,7 +191,7 @@ fn data_that_becomes_code_elsewhere_counts_as_changed() {
         assert!(!m.mmu.needs_sync());
         // The slot goes while the page may be written.
         m.memory.set_slot(slot(0, 0, 0, 0, 0)).unwrap();
-        m.mmu.sync(&m.cpu);
+        m.mmu.sync();
         assert_eq!(spared(&mut m, 0x2040), None);
     }
 }
@@ -239,7 +239,7 @@ fn ram_in_two_slots_disturbs_nothing() {
     let mut m = Machine::long_mode(root);
     let hva = m.ram.as_ptr() as u64;
     m.memory.set_slot(slot(SMM, 0, RAM, hva, 0)).unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     let mut pool = root + 0x1000;
     let (code, data) = (0x40_1000, 0x40_2000);
     for gva in [code, data] {
@@ -374,7 +374,7 @@ fn pages_of_the_other_address_space_are_compared() {
         m.memory.set_slot(slot(SMM, 0, 0x1000, hva, 0)).unwrap();
         let rest = slot(SMM | 1, 0x1000, RAM - 0x1000, hva + 0x1000, 0);
         m.memory.set_slot(rest).unwrap();
-        m.mmu.sync(&m.cpu);
+        m.mmu.sync();
         let go = |m: &mut Machine, in_smm| {
             m.cpu.events.in_smm = in_smm;
             m.mmu.set_root(&m.cpu);
@@ -400,7 +400,7 @@ fn another_slot_has_other_code() {
     let epoch = m.mmu.fetch_epoch();
     let hva = m.ram.as_ptr() as u64;
     m.memory.set_slot(slot(0, 0, 0, 0, 0)).unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     assert_ne!(m.mmu.fetch_epoch(), epoch);
     assert_ne!(m.mmu.code_generation(id), generation);
     assert_eq!(
@@ -410,7 +410,7 @@ fn another_slot_has_other_code() {
     m.memory
         .set_slot(slot(0, 0, RAM / 2, hva + RAM / 2, 0))
         .unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     let (same, other, _) = fetch(&mut m.mmu, &mut m.cpu, 0x2000);
     assert_eq!(same, id);
     assert_ne!(other, generation);
@@ -421,7 +421,7 @@ fn another_slot_has_other_code() {
 fn data_among_code_is_told_from_code() {
     let mut m = Machine::new();
     let (mut other, mut other_cpu) = m.second();
-    other.sync(&other_cpu);
+    other.sync();
     // Code at 0x2040 and 0x2050, and data between them.
     let (code, data, more) = (0x2040, 0x204c, 0x2050);
     for n in 0.. {
@@ -455,7 +455,7 @@ fn data_among_code_is_told_from_code() {
     assert_eq!(bytes[..4], [5, 0, 0, 0]);
     assert!(m.mmu.needs_sync());
     assert!(m.mmu.front().code_at(code).is_some());
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     assert_eq!(m.mmu.front().code_at(code), None);
     let changed = m.mmu.code_generation(id);
     assert_ne!(changed, generation);

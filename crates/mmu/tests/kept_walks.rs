@@ -454,7 +454,7 @@ impl World {
             Ok::<(), ()>(())
         };
         self.m.memory.take_dirty(0, show).unwrap().0.unwrap();
-        self.m.mmu.sync(&self.m.cpu);
+        self.m.mmu.sync();
         let first = DATA / 4096;
         let is_set = |n: &u64| bits[(n + first) as usize / 64] >> ((n + first) % 64) & 1 != 0;
         let seen: BTreeSet<u64> = (0..NR_DATA).filter(is_set).collect();

@@ -28,7 +28,7 @@ fn dirty_pages_are_seen_again_after_a_harvest() {
     assert!(!mailbox.is_empty());
     write(&mut m, 0x5008, 2).unwrap();
     assert!(m.mmu.needs_sync());
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     assert!(mailbox.is_empty());
     write(&mut m, 0x5010, 3).unwrap();
     m.mmu
@@ -37,13 +37,13 @@ fn dirty_pages_are_seen_again_after_a_harvest() {
     let bits = harvest(&m.memory, 0).unwrap();
     assert_eq!(bits[0], 1 << 5 | 1 << 9);
     // Reads make nothing dirty; clearing part keeps the rest.
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     m.mmu.read::<u64>(&mut m.cpu, 0x7000, Current).unwrap();
     assert_eq!(look(&m.memory, 0), [0; 64]);
     write(&mut m, 0x1000, 1).unwrap();
     write(&mut m, 0x2000, 1).unwrap();
     m.memory.clear_dirty(0, 0, &[1 << 1]).unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     assert_eq!(look(&m.memory, 0)[0], 1 << 2);
     write(&mut m, 0x1000, 1).unwrap();
     assert_eq!(look(&m.memory, 0)[0], 1 << 2 | 1 << 1);
@@ -56,11 +56,11 @@ fn logging_can_be_switched_on_and_off() {
     assert!(harvest(&m.memory, 0).is_err());
     let hva = m.ram.as_ptr() as u64;
     m.memory.set_slot(slot(0, 0, RAM, hva, LOG)).unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     write(&mut m, 0x3000, 2).unwrap();
     assert_eq!(harvest(&m.memory, 0).unwrap()[0], 1 << 3);
     m.memory.set_slot(slot(0, 0, RAM, hva, 0)).unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     write(&mut m, 0x3000, 3).unwrap();
     assert!(harvest(&m.memory, 0).is_err());
     assert_eq!(m.peek(0x3000, 8), 3);
@@ -76,7 +76,7 @@ fn logging_disturbs_nothing_else() {
     let more = Mapping::anonymous(0x10_0000).unwrap();
     let second = slot(1, RAM, 0x10_0000, more.as_ptr() as u64, 0);
     m.memory.set_slot(second).unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     let mut pool = root + 0x1000;
     let (gvas, other) = ([0x40_0000, 0x40_1000, 0x40_2000], 0x50_0000);
     for gva in gvas {
@@ -97,7 +97,7 @@ fn logging_disturbs_nothing_else() {
     let set = |m: &mut Machine, flags| {
         m.memory.set_slot(slot(0, 0, RAM, hva, flags)).unwrap();
         assert!(m.mmu.needs_sync());
-        m.mmu.sync(&m.cpu);
+        m.mmu.sync();
     };
     set(&mut m, LOG);
     assert_eq!(writes(&m), [false, false, true]);
@@ -108,7 +108,7 @@ fn logging_disturbs_nothing_else() {
     assert!(!m.mmu.needs_sync());
     m.memory.clear_dirty(0, 0x300, &[1]).unwrap();
     assert!(m.mmu.needs_sync());
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     assert_eq!(writes(&m), [false, true, true]);
     write(&mut m, gvas[0], 3).unwrap();
     assert_eq!(look(&m.memory, 0)[0x300 / 64], 3);
@@ -122,7 +122,7 @@ fn logging_disturbs_nothing_else() {
     m.memory
         .clear_dirty(0, 0, &vec![u64::MAX; (RAM >> 18) as usize])
         .unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     assert_eq!(writes(&m), [false, false, true]);
     assert!(gvas.iter().all(|gva| held(&m, Half::Read, *gva)));
     let after = (
@@ -146,7 +146,7 @@ fn all_ways_of_giving_up_do_the_same() {
         let harvested = harvest(&m.memory, 0).unwrap();
         let total: u32 = harvested.iter().map(|w| w.count_ones()).sum();
         assert_eq!(u64::from(total), count);
-        m.mmu.sync(&m.cpu);
+        m.mmu.sync();
         assert!((0..count).all(|p| m.mmu.live_tables().find(Half::Write, p << 12).is_none()));
         assert!((0..count).all(|p| m.mmu.live_tables().find(Half::Read, p << 12).is_some()));
         assert!(!m.mmu.needs_sync());
@@ -165,7 +165,7 @@ fn read_only_slots_and_holes_are_devices() {
     m.memory
         .set_slot(slot(1, RAM, 0x2000, hva, READONLY))
         .unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     m.poke(8, 8, 99);
     assert_eq!(m.mmu.read(&mut m.cpu, RAM + 8, Current), Ok(99u64));
     let device = |gpa| Err(Miss::Device { gpa });
@@ -211,7 +211,7 @@ fn words_cross_pages() {
     m.memory
         .set_slot(slot(1, top, 0x1000, hva + 0x9000, 0))
         .unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     write(&mut m, 0xffff_fffc, 0xaaaa_aaaa_bbbb_bbbb).unwrap();
     assert_eq!(m.peek(0, 4), 0xaaaa_aaaa);
     assert_eq!(m.peek(0x9ffc, 4), 0xbbbb_bbbb);
@@ -275,7 +275,7 @@ fn slots_change_while_vcpus_run() {
                 let mut done = 0;
                 while !stop.load(Ordering::Relaxed) {
                     if mmu.needs_sync() {
-                        mmu.sync(&cpu);
+                        mmu.sync();
                     }
                     // Misaligned across 8, 16 and a page: all kinds of locked access.
                     let at = base + [0x100, 0x206, 0x30c, 0xffe][done as usize % 4];
@@ -360,7 +360,7 @@ fn accessed_and_dirty_race() {
         let stop = Arc::clone(&stop);
         std::thread::spawn(move || {
             while !stop.load(Ordering::Relaxed) {
-                mmu.sync(&cpu);
+                mmu.sync();
                 mmu.flush(&cpu, Flush::All);
                 let _ = mmu.write(&mut cpu, gva, 1u8, Current);
             }

@@ -471,7 +471,7 @@ fn tables_outside_ram() {
     m.memory
         .set_slot(machine::slot(1, rom, 0x1_0000, m.ram.as_ptr() as u64, 2))
         .unwrap();
-    m.mmu.sync(&m.cpu);
+    m.mmu.sync();
     for (level, next) in [
         (4, rom + 0x3000),
         (3, rom + 0x2000),

@@ -108,7 +108,7 @@ fn run(code: &[u8], jit: Option<&mut Jit<MmuBus>>, flushes: bool) -> Outcome {
             }
         };
         if bus.mmu.needs_sync() {
-            bus.mmu.sync(&cpu);
+            bus.mmu.sync();
         }
         if stop == RunStop::Poll {
             continue;

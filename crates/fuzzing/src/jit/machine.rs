@@ -365,7 +365,7 @@ impl Machine {
         self.bus.poll_every = weather.poll_every;
         self.bus.waits = weather.waits;
         self.bus.request(weather.requested);
-        self.bus.mmu.sync(&self.cpu);
+        self.bus.mmu.sync();
         let mut left = patience;
         while left > 0 && self.landings.len() < MAX_LANDINGS {
             let stop = match &mut self.engine {
@@ -396,7 +396,7 @@ impl Machine {
                 return Some(stop);
             }
             if self.bus.mmu.needs_sync() {
-                self.bus.mmu.sync(&self.cpu);
+                self.bus.mmu.sync();
             }
         }
         None
@@ -433,7 +433,7 @@ impl Machine {
                 break;
             }
             if self.bus.mmu.needs_sync() {
-                self.bus.mmu.sync(&self.cpu);
+                self.bus.mmu.sync();
             }
         }
         !is_modelled && undefined.is_any_left()

@@ -492,7 +492,7 @@ impl Vcpu {
     /// KVM_TRANSLATE.
     pub fn translate(&self, gva: u64) -> Result<kvm_translation> {
         let inner = &mut *self.lock();
-        inner.bus.sync_memory(&mut inner.cpu);
+        inner.bus.sync_memory();
         // KVM shows an address without a translation as all ones.
         let gpa = inner
             .bus
@@ -550,7 +550,7 @@ impl Vcpu {
     /// Reads guest memory at a gva, as a debugger does.
     pub fn read_gva(&self, gva: u64, buf: &mut [u8]) -> Result<()> {
         let inner = &mut *self.lock();
-        inner.bus.sync_memory(&mut inner.cpu);
+        inner.bus.sync_memory();
         inner
             .bus
             .mmu
@@ -582,7 +582,7 @@ impl Inner {
     }
     /// Reloads what depends on registers that the VMM has replaced.
     fn reload(&mut self) {
-        self.bus.sync_memory(&mut self.cpu);
+        self.bus.sync_memory();
         // If the PDPTEs are invalid, the old ones stay, as in KVM.
         if self.bus.load_root(&mut self.cpu).is_err() {
             self.bus.mmu.set_root(&self.cpu);

@@ -47,7 +47,7 @@ impl Bus {
                     let _ = self.shared.park(NAP);
                     // A thread that waits for this vCPU to acknowledge a change of memory may be what the target waits
                     // for.
-                    self.sync_memory(cpu);
+                    self.sync_memory();
                 }
             }
         }
@@ -57,9 +57,9 @@ impl Bus {
     }
 
     /// Carries out the changes of memory that other threads have made.
-    pub(super) fn sync_memory(&mut self, cpu: &mut CpuState) {
+    pub(super) fn sync_memory(&mut self) {
         if self.mmu.needs_sync() {
-            self.mmu.sync(cpu);
+            self.mmu.sync();
         }
     }
 

@@ -49,7 +49,7 @@ impl Inner {
         if !self.bus.has_lapic() {
             self.bus.cr8 = input.cr8 & 0xf;
         }
-        self.bus.sync_memory(&mut self.cpu);
+        self.bus.sync_memory();
         self.bus.restore_root_cache(&self.cpu);
         // After an access to a device the VMM answers; after anything else it may also set
         // breakpoints, load code or reset the machine.
@@ -249,7 +249,7 @@ impl Inner {
             if let Some(vector) = self.bus.take_user_eoi() {
                 return self.exit_with(Exit::IoapicEoi { vector });
             }
-            self.bus.sync_memory(&mut self.cpu);
+            self.bus.sync_memory();
             self.bus.sync_code();
             self.bus.sync_lapic();
             if !std::mem::take(&mut is_quick) {

@@ -39,7 +39,7 @@ impl<B: JitBus> Jit<B> {
             turn::wait(|| {
                 // The vCPU whose turn it is may wait for a change that this vCPU has to acknowledge.
                 if bus.mmu().needs_sync() {
-                    bus.mmu().sync(cpu);
+                    bus.mmu().sync();
                 }
             })
         });
