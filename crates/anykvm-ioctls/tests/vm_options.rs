@@ -205,6 +205,9 @@ fn dirty_bits_stay_until_they_are_cleared_by_hand() {
     let log = |vm: &VmFd| vm.get_dirty_log(0, 0x4000).unwrap()[0];
     // The third page of the slot, which begins at 0x1000, and the page of the code.
     assert_eq!((log(&vm), log(&vm)), (5, 5));
+    let mut kept = [7; 2];
+    vm.read_dirty_log(0, &mut kept).unwrap();
+    assert_eq!((kept, vm.read_dirty_log(0, &mut [])), ([5, 7], Ok(())));
     let mut mask = [5u64];
     let mut clear = kvm_clear_dirty_log {
         num_pages: 4,

@@ -144,16 +144,21 @@ impl Dirty {
         let _lock = self.lock();
         let fill = |block: usize, words: &mut [u64]| {
             let first = block * BLOCK;
-            if self.take_whole(block) {
+            let mut is_any = self.take_whole(block);
+            if is_any {
                 for (n, word) in words.iter_mut().enumerate() {
                     *word = self.valid(first + n);
                 }
             }
             self.set.take_group(block, |n, pages| {
+                is_any = true;
                 if let Some(word) = words.get_mut(n - first) {
                     *word |= pages;
                 }
             });
+            if !is_any {
+                return;
+            }
             for (n, pages) in words.iter().enumerate().filter(|(_, w)| **w != 0) {
                 clean.clean(first + n, *pages);
             }

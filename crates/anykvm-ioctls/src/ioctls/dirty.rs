@@ -63,6 +63,22 @@ impl VmFd {
         Ok(bitmap)
     }
 
+    /// What [`VmFd::get_dirty_log`] does, for a VMM that keeps its bitmap, as memory for a new one costs more than the
+    /// call. Words behind the slot's are left as they are; those that `bitmap` has no room for are lost.
+    ///
+    /// # Errors
+    ///
+    /// ENOENT for a slot without dirty logging, EINVAL for a slot number out of range.
+    pub fn read_dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Result<()> {
+        let show = |at: usize, words: &[u64]| {
+            let room = bitmap.get_mut(at..).unwrap_or_default();
+            let count = room.len().min(words.len());
+            room[..count].copy_from_slice(&words[..count]);
+            Ok::<(), Errno>(())
+        };
+        self.typed()?.get_dirty_log(slot, show).map_err(refused)
+    }
+
     /// KVM_CLEAR_DIRTY_LOG: the pages from `first` (a multiple of 64) whose bits are set in `mask` count as
     /// clean until they are written again. `pages` is a multiple of 64 or goes to the slot's end.
     ///
@@ -74,9 +90,9 @@ impl VmFd {
             .clear_dirty_log(slot, first, pages, |at, words: &mut [u64]| {
                 // What the caller has not given clears nothing.
                 let given = mask.get(at..).unwrap_or_default();
-                for (n, word) in words.iter_mut().enumerate() {
-                    *word = given.get(n).copied().unwrap_or_default();
-                }
+                let (from_caller, rest) = words.split_at_mut(given.len().min(words.len()));
+                from_caller.copy_from_slice(&given[..from_caller.len()]);
+                rest.fill(0);
                 Ok::<(), Errno>(())
             })
             .map_err(refused)

@@ -75,6 +75,9 @@ impl Vm {
             let count = (CHUNK - (start + at) % CHUNK).min(words - at);
             let mask = &mut mask[..count];
             done = read(at, mask).and_then(|()| {
+                if mask.iter().all(|word| *word == 0) {
+                    return Ok(());
+                }
                 let first = first + at as u64 * 64;
                 let cleared = memory.clear_dirty(slot, first, mask).map_err(Error::from)?;
                 epoch = epoch.max(cleared);

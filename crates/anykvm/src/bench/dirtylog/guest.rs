@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anykvm_ioctls::{DirtyRing, Kvm, VcpuExit, VcpuFd, VmFd};
 use kvm_bindings::{
@@ -126,6 +126,10 @@ pub(super) struct Guest {
     harvests: AtomicU64,
     /// Nanoseconds of processor time that vCPUs' threads have spent on full rings.
     making_room_ns: AtomicU64,
+    /// Nanoseconds that the last KVM_CLEAR_DIRTY_LOG took.
+    clearing_ns: AtomicU64,
+    /// The bitmap that was read last.
+    bitmap: Mutex<Vec<u64>>,
 }
 
 /// The sums of all harvests so far.
@@ -202,6 +206,8 @@ impl Guest {
             found: AtomicU64::new(0),
             harvests: AtomicU64::new(0),
             making_room_ns: AtomicU64::new(0),
+            clearing_ns: AtomicU64::new(0),
+            bitmap: Mutex::new(vec![0; len(bytes / PAGE).div_ceil(64)]),
         };
         for id in 0..vcpus {
             let vcpu = guest
@@ -227,14 +233,6 @@ impl Guest {
         self.vm
             .log_static_memory(self.memory, SLOT, is_on)
             .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))
-    }
-
-    /// Returns the bitmap as it is read.
-    pub(super) fn bitmap(&self) -> Result<Vec<u64>, BootError> {
-        let bytes = usize::try_from(self.pages * PAGE).unwrap_or(usize::MAX);
-        self.vm
-            .get_dirty_log(SLOT, bytes)
-            .map_err(BootError::kvm("KVM_GET_DIRTY_LOG"))
     }
 
     /// Clears the pages of `mask`.
@@ -270,12 +268,23 @@ impl Guest {
             let count = self.vm.reset_dirty_rings();
             return Ok(count.map_err(BootError::kvm("KVM_RESET_DIRTY_RINGS"))? as u64);
         }
-        let bitmap = self.bitmap()?;
+        let mut bitmap = lock(&self.bitmap);
+        self.vm
+            .read_dirty_log(SLOT, &mut bitmap)
+            .map_err(BootError::kvm("KVM_GET_DIRTY_LOG"))?;
         let count = bitmap.iter().map(|w| u64::from(w.count_ones())).sum();
         if self.method != Method::Bitmap {
+            let begin = Instant::now();
             self.clear(&bitmap)?;
+            let ns = begin.elapsed().as_nanos().try_into().unwrap_or(u64::MAX);
+            self.clearing_ns.store(ns, Ordering::Relaxed);
         }
         Ok(count)
+    }
+
+    /// Returns how many microseconds the last KVM_CLEAR_DIRTY_LOG took.
+    pub(super) fn clearing_us(&self) -> f64 {
+        self.clearing_ns.load(Ordering::Relaxed) as f64 / 1e3
     }
 
     /// Returns the counts of a vCPU.
