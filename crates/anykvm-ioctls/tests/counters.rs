@@ -8,7 +8,7 @@ mod long_mode;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
 use counting::*;
-use guest::{ioctl, set_msr};
+use guest::{Ram, add_slot, ioctl, set_msr};
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, code_asm::*};
 use kvm_bindings::*;
 use long_mode::{Machine, start};
@@ -351,7 +351,6 @@ fn a_guest_reads_a_counter_in_full_width() {
     assert_eq!(msr(&vcpu, FULL_WIDTH_PMC0), 0x1234_9000_0001);
 }
 
-/// Linux freezes counters in SMM whenever it can, and what is counted is interpreted then.
 #[test]
 fn that_counters_can_freeze_in_smm_is_not_shown() {
     let m = Machine::new();
@@ -359,8 +358,50 @@ fn that_counters_can_freeze_in_smm_is_not_shown() {
     let shown = msr(&vcpu, PERF_CAPABILITIES);
     assert_eq!(shown & 1 << 12, 0);
     assert!(!set_msr(&vcpu, PERF_CAPABILITIES, shown | 1 << 12));
-    interpret_counted(&vcpu, true);
+    freeze_in_smm(&vcpu, true);
     assert_eq!(msr(&vcpu, DEBUGCTL), 1 << 14);
+}
+
+/// A loop between two exits.
+fn loops(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    let mut turn = a.create_label();
+    a.out(u32::from(PORT), al)?;
+    a.mov(ecx, 1000)?;
+    a.set_label(&mut turn)?;
+    a.loop_(turn)?;
+    a.out(u32::from(PORT), al)
+}
+
+#[test]
+fn counters_stand_still_in_smm_if_they_are_to() {
+    /// The processor's SMBASE at reset, and the slot of SMM's address space.
+    const SMBASE: u64 = 0x3_0000;
+    const SLOT: u32 = 1 << 16;
+    let m = Machine::new();
+    m.load(CODE, loops);
+    let smram = Ram::new(0x1_0000);
+    add_slot(&m.vm, SLOT, SMBASE, &smram, 0);
+    // mov cx, 500; l: loop l; rsm
+    smram.write(0x8000, &[0xb9, 0xf4, 0x01, 0xe2, 0xfe, 0x0f, 0xaa]);
+    let mut vcpu = Vendor::Intel.vcpu(&m, CODE);
+    assert!(set_msr(&vcpu, PERFEVTSEL0, ON | 0xc0));
+    let mut count = |freezes: bool, has_smi: bool| {
+        freeze_in_smm(&vcpu, freezes);
+        start(&vcpu, CODE);
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(..)));
+        let before = msr(&vcpu, PMC0);
+        if has_smi {
+            vcpu.smi().unwrap();
+        }
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(..)));
+        assert_eq!(vcpu.get_vcpu_events().unwrap().smi.smm, 0);
+        msr(&vcpu, PMC0) - before
+    };
+    let plain = count(true, false);
+    assert_eq!(count(false, false), plain);
+    // In SMM are 501 instructions and RSM.
+    assert_eq!(count(false, true), plain + 502);
+    assert!(count(true, true) - plain <= 1);
 }
 
 #[test]

@@ -110,9 +110,17 @@ pub(crate) fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
     msrs.as_slice()[0].data
 }
 
-/// Where counters stand still in SMM, the interpreter executes what is counted: the oracle, in the same guest. An Intel's only.
+/// While loads are counted, the interpreter executes what is counted: the oracle, in the same guest. Takes an Intel's last
+/// counter.
 pub(crate) fn interpret_counted(vcpu: &VcpuFd, interprets: bool) {
-    assert!(set_msr(vcpu, DEBUGCTL, u64::from(interprets) << 14));
+    const LOADS: u64 = 0x81d0;
+    let select = if interprets { ON | LOADS } else { 0 };
+    assert!(set_msr(vcpu, PERFEVTSEL0 + 7, select));
+}
+
+/// IA32_DEBUGCTL.FREEZE_WHILE_SMM, which Linux sets on each of Intel's processors.
+pub(crate) fn freeze_in_smm(vcpu: &VcpuFd, freezes: bool) {
+    assert!(set_msr(vcpu, DEBUGCTL, u64::from(freezes) << 14));
 }
 
 fn handler(a: &mut CodeAssembler) -> Result<(), IcedError> {

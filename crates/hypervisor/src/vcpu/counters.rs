@@ -14,8 +14,8 @@ use super::{
 };
 use crate::limits::PERF_CAPABILITIES;
 
-/// IA32_DEBUGCTL.FREEZE_WHILE_SMM. It works for guests with Intel's counters, but IA32_PERF_CAPABILITIES does not show
-/// it: Linux would set it whenever it can, and what is counted is interpreted then. KVM does not show it either.
+/// IA32_DEBUGCTL.FREEZE_WHILE_SMM. It works for guests with Intel's counters, and Linux sets it. As in KVM,
+/// IA32_PERF_CAPABILITIES does not show it.
 const FREEZE_WHILE_SMM: u64 = 1 << 14;
 /// IA32_PERF_CAPABILITIES.FW_WRITE.
 const FULL_WIDTH: u64 = 1 << 13;

@@ -27,18 +27,11 @@ pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
     (frame.key, frame.salt)
 }
 
-/// IA32_DEBUGCTL.FREEZE_WHILE_SMM.
-const FREEZE_WHILE_SMM: u64 = 1 << 14;
-
 /// Returns true if translated code can count what is to be counted, for a while before a counter can overflow.
 pub(crate) fn is_countable(cpu: &CpuState) -> bool {
     let r = &cpu.retired;
-    // If no stream is counted, only `left` counts down, and nothing is translated for that. While counters stand still
-    // in SMM, the bus settles them whenever the view changes, which may be in the middle of a block.
-    cpu.msr.debugctl & FREEZE_WHILE_SMM == 0
-        && r.streams != 0
-        && Streams::are_countable(r.streams)
-        && r.left >= exact::LEAST
+    // If no stream is counted, only `left` counts down, and nothing is translated for that.
+    r.streams != 0 && Streams::are_countable(r.streams) && r.left >= exact::LEAST
 }
 
 /// Returns true if nothing has to be looked at between two instructions. Code with segments is not translated while it

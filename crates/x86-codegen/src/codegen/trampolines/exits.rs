@@ -18,12 +18,12 @@ const MAX_DEPTH: i32 = 16 << 10;
 
 const SAVED: [Reg; 6] = [3, RBP, 12, 13, 14, 15];
 
-/// Calls left open at an exit from which on [`unwind_predictor`] does nothing.
-const MAX_OPEN: i32 = 6;
+/// The most calls left open at an exit for which [`unwind_predictor`] returns.
+const MAX_OPEN: i32 = 8;
 
-/// Emits returns for the guest's calls that are open on the host's stack. The processor keeps a stack of the addresses
-/// that it expects returns to, and expects those of the guest's calls first: it would mispredict this return, and with
-/// it every return of the hypervisor's and the VMM's that comes next. Of many open calls each costs more than that.
+/// Emits returns for the guest's calls that are open on the host's stack. The processor predicts returns by a stack of
+/// its own, which has these calls on top. With them there, every later return of the hypervisor's and the VMM's would be
+/// mispredicted. The returns that are emitted are mispredicted, too, so a deep stack is left as it is.
 fn unwind_predictor(a: &mut Asm) {
     /// Bytes that a call takes on the host's stack.
     const FRAME: i32 = 16;
