@@ -21,7 +21,10 @@ const TESTS: &[Test] = &[
     ("dirty_log_test", Slow),
     ("hardware_disable_test", Slow),
     ("kvm_binary_stats_test", Pass),
-    ("kvm_create_max_vcpus", Pass),
+    (
+        "kvm_create_max_vcpus",
+        PassOrSkip("it wants a descriptor for each vCPU, more than some machines allow"),
+    ),
     ("kvm_page_table_test", Pass),
     ("max_guest_memory_test", Slow),
     ("memslot_modification_stress_test", Pass),
