@@ -204,7 +204,7 @@ impl SharedMapping {
         self.space.advise_dontfork();
     }
 
-    /// Gives up the pages that this view maps. They belong to the file, and are mapped again when they are touched. May
+    /// Gives up the pages that this view maps. They belong to the memory behind it, and are mapped again when they are touched. May
     /// be called while other threads use them.
     pub fn let_go(&self) {
         // SAFETY: the range is this mapping's own, and as it is shared its contents stay.

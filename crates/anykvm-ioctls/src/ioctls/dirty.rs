@@ -53,13 +53,8 @@ impl VmFd {
 
     /// The slot's bitmap, in so many words whatever its size.
     pub(super) fn dirty_bitmap(&self, slot: u32, len: usize) -> Result<Vec<u64>> {
-        let mut bitmap = Vec::with_capacity(len);
-        let show = |_, words: &[u64]| {
-            bitmap.extend_from_slice(words);
-            Ok::<(), Errno>(())
-        };
-        self.typed()?.get_dirty_log(slot, show).map_err(refused)?;
-        bitmap.resize(len, 0);
+        let mut bitmap = vec![0; len];
+        self.read_dirty_log(slot, &mut bitmap)?;
         Ok(bitmap)
     }
 

@@ -498,6 +498,12 @@ impl Asm {
         self.imm32(0);
         self.here() - 4
     }
+    /// `lea reg, [rip + …]` of code, with a target to be filled in.
+    pub(crate) fn lea_code(&mut self, reg: Reg) -> usize {
+        self.bytes(&[0x48 | reg >> 3 << 2, 0x8d, 0x05 | (reg & 7) << 3]);
+        self.imm32(0);
+        self.here() - 4
+    }
     /// `jmp` with a target to be filled in.
     pub(crate) fn jmp(&mut self) -> usize {
         self.byte(0xe9);

@@ -235,11 +235,15 @@ impl Guest {
             .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))
     }
 
-    /// Clears the pages of `mask`.
-    pub(super) fn clear(&self, mask: &[u64]) -> Result<(), BootError> {
+    /// Clears the pages of `mask`, and notes how long that takes.
+    fn clear(&self, mask: &[u64]) -> Result<(), BootError> {
+        let begin = Instant::now();
         self.vm
             .clear_dirty_log(SLOT, 0, self.pages, mask)
-            .map_err(BootError::kvm("KVM_CLEAR_DIRTY_LOG"))
+            .map_err(BootError::kvm("KVM_CLEAR_DIRTY_LOG"))?;
+        let ns = begin.elapsed().as_nanos().try_into().unwrap_or(u64::MAX);
+        self.clearing_ns.store(ns, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Harvests once, after which all pages are clean. Returns how many were dirty.
@@ -274,10 +278,7 @@ impl Guest {
             .map_err(BootError::kvm("KVM_GET_DIRTY_LOG"))?;
         let count = bitmap.iter().map(|w| u64::from(w.count_ones())).sum();
         if self.method != Method::Bitmap {
-            let begin = Instant::now();
             self.clear(&bitmap)?;
-            let ns = begin.elapsed().as_nanos().try_into().unwrap_or(u64::MAX);
-            self.clearing_ns.store(ns, Ordering::Relaxed);
         }
         Ok(count)
     }

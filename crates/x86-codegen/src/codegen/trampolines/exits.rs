@@ -33,8 +33,7 @@ fn unwind_predictor(a: &mut Asm) {
     let are_many = a.jcc(cc::A);
     a.alu_imm(true, Alu::Sub, RCX, 1);
     let is_none = a.jcc(cc::B);
-    a.bytes(&[0x48, 0x8d, 0x05, 0, 0, 0, 0]); // lea rax, [rip + …]
-    let after = a.here() - 4;
+    let after = a.lea_code(RAX);
     let again = a.here();
     push(a, RAX);
     a.ret();
@@ -56,8 +55,7 @@ impl Emitter<'_> {
         a.lea(RSP, at(RSP, -8));
         // A return to address 0 finds the last frame.
         a.bytes(&[0x6a, 0]); // push 0
-        a.bytes(&[0x4c, 0x8d, 0x2d, 0, 0, 0, 0]); // lea r13, [rip + …]
-        let last = a.here() - 4;
+        let last = a.lea_code(S1);
         push(a, S1);
         a.store(gs(STACK), RSP);
         load_registers(a);

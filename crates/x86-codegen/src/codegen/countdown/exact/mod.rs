@@ -491,8 +491,7 @@ pub(in crate::codegen) fn forget(a: &mut Asm) {
 /// of the host's stack is to lead to, which may have been set for the other kind of code.
 pub(in crate::codegen) fn go_on(a: &mut Asm, last: usize) -> usize {
     let place = a.here();
-    a.bytes(&[0x4c, 0x8d, 0x2d, 0, 0, 0, 0]); // lea r13, [rip + …]
-    let site = a.here() - 4;
+    let site = a.lea_code(S1);
     a.patch(site, last);
     a.load(S0, gs(STACK));
     a.store(at(S0, 0), S1);
