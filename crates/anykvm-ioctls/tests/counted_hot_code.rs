@@ -25,8 +25,13 @@ const TURNS: u32 = 40_000;
 /// Runs after which what is executed much has shown.
 const RUNS: u32 = 40;
 
-/// Instructions, and of Intel's branches: all, conditional, calls, returns, not taken, taken.
-const EVENTS: [u64; 7] = [0xc0, 0xc4, 0x1c4, 0x2c4, 0x8c4, 0x10c4, 0x20c4];
+/// Instructions; of Intel's branches: all, conditional, calls, returns, not taken, taken; and of its accesses to memory:
+/// loads, stores, all.
+const EVENTS: [u64; 10] = [
+    0xc0, 0xc4, 0x1c4, 0x2c4, 0x8c4, 0x10c4, 0x20c4, 0x81d0, 0x82d0, 0x83d0,
+];
+/// Number of counters.
+const COUNTERS: usize = 8;
 
 /// Calls in a loop whose targets and turns are nearly always the same, and a walk over an array now and then.
 fn program(a: &mut CodeAssembler) -> Result<(), IcedError> {
@@ -101,8 +106,7 @@ fn machine() -> (Machine, VcpuFd) {
 fn run(m: &Machine, vcpu: &mut VcpuFd, events: &[u64], first: u64) -> (Vec<u64>, [u64; 4]) {
     route_to_nmi(m, vcpu);
     m.write(ARRAY, &[0; 8 * WORDS as usize]);
-    // The last counter is `interpret_counted`'s.
-    for n in 0..7 {
+    for n in 0..COUNTERS as u32 {
         assert!(set_msr(vcpu, PERFEVTSEL0 + n, 0));
     }
     assert!(set_msr(vcpu, GLOBAL_CTRL, 0xff));
@@ -138,11 +142,11 @@ fn run_interpreted(
     events: &[u64],
     first: u64,
 ) -> (Vec<u64>, [u64; 4]) {
-    interpret_counted(vcpu, true);
+    interpret(vcpu, true);
     let entries = stats_fd::counter(vcpu, "jit_entries");
     let result = run(m, vcpu, events, first);
     assert_eq!(stats_fd::counter(vcpu, "jit_entries"), entries);
-    interpret_counted(vcpu, false);
+    interpret(vcpu, false);
     result
 }
 
@@ -150,14 +154,20 @@ fn run_interpreted(
 fn hot_code_counts_as_the_interpreter_does() {
     let (m, mut vcpu) = machine();
     freeze_in_smm(&vcpu, true);
-    let (expected, _) = run_interpreted(&m, &mut vcpu, &EVENTS, 0);
+    let (mut expected, _) = run_interpreted(&m, &mut vcpu, &EVENTS[..COUNTERS], 0);
+    let (rest, _) = run_interpreted(&m, &mut vcpu, &EVENTS[COUNTERS..], 0);
+    expected.extend(rest);
     assert!(expected[0] > 1_000_000);
-    // Each stream alone; then several, without those that depend on what is taken, and with them.
+    // Each stream alone; then several, without those that depend on what is taken, and with them; with and without
+    // accesses to memory.
     let alone = (1..EVENTS.len()).map(|n| vec![0, n]);
     let several = [
         vec![0, 1, 2],
         vec![0, 1, 2, 3, 4],
-        (0..EVENTS.len()).collect(),
+        (0..7).collect(),
+        vec![0, 1, 7],
+        vec![0, 1, 3, 4, 7, 8, 9],
+        (2..10).collect(),
     ];
     for which in alone.chain(several) {
         let pick = |of: &[u64]| which.iter().map(|n| of[*n]).collect::<Vec<_>>();
@@ -168,7 +178,7 @@ fn hot_code_counts_as_the_interpreter_does() {
     }
     assert!(!is_translated() || stats_fd::counter(&vcpu, "jit_inlined") > 0);
     let insns = stats_fd::counter(&vcpu, "jit_interpreted");
-    run(&m, &mut vcpu, &EVENTS, 0);
+    run(&m, &mut vcpu, &EVENTS[..COUNTERS], 0);
     let interpreted = stats_fd::counter(&vcpu, "jit_interpreted") - insns;
     assert!(!is_translated() || interpreted < expected[0] / 100);
 }
@@ -176,14 +186,14 @@ fn hot_code_counts_as_the_interpreter_does() {
 #[test]
 fn overflows_in_hot_code_are_exact() {
     let (m, mut vcpu) = machine();
-    for events in [&EVENTS[..1], &EVENTS[..3], &EVENTS] {
+    for events in [&EVENTS[..1], &EVENTS[..3], &EVENTS[..7], &EVENTS[2..]] {
         for _ in 0..RUNS {
             run(&m, &mut vcpu, events, 0);
         }
     }
     assert!(!is_translated() || stats_fd::counter(&vcpu, "jit_inlined") > 0);
     let mut random = 1_u64;
-    for n in 0..24 {
+    for n in 0..2 * EVENTS.len() + 4 {
         random = random.wrapping_mul(6_364_136_223_846_793_005) + 1;
         let most = if n % 2 == 0 { 1_000_000 } else { 2_000 };
         // Instructions, or one of the other streams, which there are fewer of.
@@ -193,9 +203,9 @@ fn overflows_in_hot_code_are_exact() {
         let most = if stream == 0 { most } else { most / 50 };
         let after = 1 + (random >> 33) % most;
         let from = after.wrapping_neg() & 0xffff_ffff_ffff;
-        let (_, interpreted) = run_interpreted(&m, &mut vcpu, &events, from);
+        let (_, interpreted) = run_interpreted(&m, &mut vcpu, &events[..1], from);
         assert_eq!(interpreted[1], 1);
-        for events in [&events[..1], &events[..3], &events] {
+        for events in [&events[..1], &events[..3], &events[..7], &events[..8]] {
             let (_, translated) = run(&m, &mut vcpu, events, from);
             assert_eq!(translated, interpreted, "after {after} of {events:x?}");
             assert_eq!(msr(&vcpu, GLOBAL_STATUS) & 1, 1);

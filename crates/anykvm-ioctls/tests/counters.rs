@@ -326,6 +326,59 @@ fn loads_and_stores_count() {
     }
 }
 
+/// Where the guest has a page and no memory.
+const DEVICE: u64 = 0x20_0000;
+const DEVICE_ENTRY: (u64, u64) = (long_mode::PML4 + 0x2008, DEVICE | 0x83);
+
+/// As [`loads_and_stores`], but of a device's register. `push` and `inc` are executed again after the VMM's answer.
+fn loads_and_stores_of_a_device(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    let mut turn = a.create_label();
+    a.mov(r8d, DEVICE_ROUNDS as u32)?;
+    a.mov(rsi, DEVICE)?;
+    a.set_label(&mut turn)?;
+    a.mov(eax, dword_ptr(rsi))?;
+    a.mov(dword_ptr(rsi), eax)?;
+    a.mov(byte_ptr(rsi + 8), 1)?;
+    a.inc(dword_ptr(rsi))?;
+    a.push(qword_ptr(rsi))?;
+    a.lea(rsp, qword_ptr(rsp + 8))?;
+    a.dec(r8d)?;
+    a.jne(turn)?;
+    a.out(u32::from(PORT), al)
+}
+
+const DEVICE_ROUNDS: u64 = 500;
+
+#[test]
+fn accesses_to_devices_count_once() {
+    let m = Machine::new();
+    m.load(CODE, loads_and_stores_of_a_device);
+    let (at, entry) = DEVICE_ENTRY;
+    m.write(at, &entry.to_le_bytes());
+    let mut vcpu = Vendor::Intel.vcpu(&m, CODE);
+    // Loads, stores, either, and instructions.
+    let expected = [
+        (0x81d0, 3 * DEVICE_ROUNDS),
+        (0x82d0, 4 * DEVICE_ROUNDS),
+        (0x83d0, 5 * DEVICE_ROUNDS),
+        (0xc0, 8 * DEVICE_ROUNDS + 2),
+    ];
+    for (n, (event, _)) in (0..).zip(expected) {
+        assert!(set_msr(&vcpu, PERFEVTSEL0 + n, ON | event));
+    }
+    loop {
+        match vcpu.run().unwrap() {
+            VcpuExit::IoOut(..) => break,
+            VcpuExit::MmioRead(DEVICE, data) => data.fill(7),
+            VcpuExit::MmioWrite(..) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    for (n, (event, expected)) in (0..).zip(expected) {
+        assert_eq!(msr(&vcpu, PMC0 + n), expected, "{event:#x}");
+    }
+}
+
 /// IA32_A_PMC0 of a counter with more bits than WRMSR to IA32_PMC0 could set.
 fn reads_in_full_width(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.mov(ecx, FULL_WIDTH_PMC0)?;

@@ -109,15 +109,15 @@ pub struct EngineFrame {
     pub counted_salt: u64,
     keys: u64,
     /// In code that counts several streams, the sums that are not in the countdown, 16 bits each.
-    pub counted_beside: u64,
-    refund_beside: u64,
+    pub counted_beside: [u64; 2],
+    refund_beside: [u64; 2],
     counted_spill: u64,
     /// Events that polls have taken off the countdown, by sum.
     pub counted_events: [u64; EngineFrame::COUNTED_SUMS],
     /// For each of these sums, after how many events a counter may overflow.
     pub counted_left: [i64; EngineFrame::COUNTED_SUMS],
     /// What [`Self::counted_beside`] began at.
-    pub counted_beside_from: u64,
+    pub counted_beside_from: [u64; 2],
     /// The host's TSC at which a counter of cycles overflows, or [`Self::NEVER`].
     pub overflow_at: u64,
     /// The host's TSC when it was looked at last.
@@ -263,7 +263,7 @@ impl EngineFrame {
     /// Number of access sizes that segments have bounds for.
     pub const BOUND_SIZES: usize = 6;
     /// Number of sums besides that of instructions.
-    pub const COUNTED_SUMS: usize = 7;
+    pub const COUNTED_SUMS: usize = 11;
     /// Number of views in the table by PKRU.
     pub const KEY_VIEWS: usize = 8;
     /// The factor of PKRU's hash: the upper three bits of the product are the view's index.

@@ -25,8 +25,6 @@ pub const NEAR_RETURNS: usize = 8;
 pub const NEAR_INDIRECT: usize = 9;
 /// Far transfers.
 pub const FAR: usize = 10;
-/// Number of streams that translated code can count. The interpreter counts the others too.
-pub const TRANSLATED: usize = 11;
 /// Instructions that read memory, also a stack, and are not [`UPDATES`].
 pub const LOADS: usize = 11;
 /// Instructions that write memory, also a stack, and are not [`UPDATES`].

@@ -33,6 +33,8 @@ pub struct Transfer {
     size: u8,
     /// Length of the instruction in bytes.
     len: u8,
+    /// The streams that it counts in.
+    events: u16,
     imm: u64,
 }
 
@@ -81,6 +83,7 @@ impl Transfer {
             register,
             size: insn.op_size,
             len: insn.len,
+            events: insn.events,
             imm: insn.imm,
         })
     }
@@ -103,7 +106,7 @@ impl Transfer {
             AccessKind::PortIn(_) | AccessKind::Load => self.register,
             _ => NONE,
         };
-        Remainder::new(rip, is_wide, [self.len, self.size, target])
+        Remainder::new(rip, is_wide, [self.len, self.size, target], self.events)
     }
 
     fn port(&self, is_immediate: bool, cpu: &CpuState) -> u16 {
@@ -176,7 +179,7 @@ impl<B: GuestBus> Interp<B> {
                 let next = cpu.rip().wrapping_add(transfer.len.into());
                 cpu.set_rip(if wide { next } else { next & 0xffff_ffff });
                 if cpu.retired.counts_at(cpu.cpl) {
-                    cpu.retired.add(Retired::level(cpu.cpl), 0);
+                    cpu.retired.add(Retired::level(cpu.cpl), transfer.events);
                 }
                 bus.commit();
                 Some(RunStop::Poll)

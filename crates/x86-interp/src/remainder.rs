@@ -12,7 +12,7 @@ pub(crate) struct Remainder {
     /// RIP of the instruction.
     rip: u64,
     /// Bits 7:0 are the instruction's length, bits 15:8 the size of its one access, bits 23:16 the register that it
-    /// loads, or [`NONE`]; and [`WIDE`]. Zero: no instruction.
+    /// loads, or [`NONE`]; [`WIDE`]; and bits 63:48 the streams that it counts in. Zero: no instruction.
     what: u64,
 }
 
@@ -20,6 +20,8 @@ pub(crate) struct Remainder {
 pub(crate) const NONE: u8 = u8::MAX;
 /// RIP has 64 bits.
 const WIDE: u64 = 1 << 32;
+/// The lowest bit of the streams.
+const EVENTS: u32 = 48;
 
 impl Remainder {
     /// The remainder of no instruction.
@@ -27,12 +29,18 @@ impl Remainder {
 
     /// The remainder of an instruction of `len` bytes at `rip` with one access, which loads a register or [`NONE`].
     #[inline]
-    pub(crate) fn new(rip: u64, is_wide: bool, [len, size, target]: [u8; 3]) -> Self {
+    pub(crate) fn new(rip: u64, is_wide: bool, [len, size, target]: [u8; 3], events: u16) -> Self {
         let wide = if is_wide { WIDE } else { 0 };
+        let what = u64::from(u32::from_le_bytes([len, size, target, 0]));
         Self {
             rip,
-            what: u64::from(u32::from_le_bytes([len, size, target, 0])) | wide,
+            what: what | wide | u64::from(events) << EVENTS,
         }
+    }
+
+    /// Returns the streams that the instruction counts in.
+    pub(crate) const fn events(&self) -> u16 {
+        (self.what >> EVENTS) as u16
     }
 
     /// Finishes the instruction. False if it must be executed again: because `len` is not the size of its access, the

@@ -109,9 +109,8 @@ impl<B: GuestBus> Interp<B> {
         let rest = core::mem::replace(&mut self.remainder, Remainder::NOTHING);
         let done = rest.finish(cpu, len, value);
         if done {
-            // It transfers data and is no branch.
             if cpu.retired.counts_at(cpu.cpl) {
-                cpu.retired.add(Retired::level(cpu.cpl), 0);
+                cpu.retired.add(Retired::level(cpu.cpl), rest.events());
             }
             bus.commit();
         }

@@ -110,12 +110,20 @@ pub(crate) fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
     msrs.as_slice()[0].data
 }
 
-/// While loads are counted, the interpreter executes what is counted: the oracle, in the same guest. Takes an Intel's last
-/// counter.
-pub(crate) fn interpret_counted(vcpu: &VcpuFd, interprets: bool) {
-    const LOADS: u64 = 0x81d0;
-    let select = if interprets { ON | LOADS } else { 0 };
-    assert!(set_msr(vcpu, PERFEVTSEL0 + 7, select));
+/// Makes the interpreter execute everything, or ends that: the oracle, in the same guest. It does while a breakpoint on
+/// I/O is enabled.
+pub(crate) fn interpret(vcpu: &VcpuFd, interprets: bool) {
+    const DE: u64 = 1 << 3;
+    const ENABLED: u64 = 2;
+    const ON_IO: u64 = 2 << 16;
+    const UNUSED_PORT: u64 = 0xfff0;
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.cr4 |= DE;
+    vcpu.set_sregs(&sregs).unwrap();
+    let mut debug = vcpu.get_debug_regs().unwrap();
+    debug.db[0] = UNUSED_PORT;
+    debug.dr7 = if interprets { ON_IO | ENABLED } else { 0 };
+    vcpu.set_debug_regs(&debug).unwrap();
 }
 
 /// IA32_DEBUGCTL.FREEZE_WHILE_SMM, which Linux sets on each of Intel's processors.

@@ -9,8 +9,8 @@
  *     program text BYTES                prints text that compresses like prose
  *
  * With COUNT in its environment counters of the processor run meanwhile, and the name ends with `:COUNT`:
- * `1` instructions of its own, `2` branches as well, `4` conditional ones and returns as well, `k` instructions of its own
- * and of the kernel's for it, `sHZ` samples of all that processor 0 does, `sHZxN` by so many events, each of which interrupts.
+ * `1` instructions of its own, `2` branches as well, `4` conditional ones and returns as well, `l` instructions, branches
+ * and loads, `k` instructions of its own and of the kernel's for it, `sHZ` samples of all that processor 0 does, `sHZxN` by so many events, each of which interrupts.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -44,6 +44,8 @@ static const uint64_t events[2][10] = {
 	{ 0x76, 0xc0, 0xc2, 0xd1, 0xc8, 0xc4, 0xc6, 0xcc, 0x76, 0x100000120 },
 };
 
+static const uint64_t loads[2] = { 0x81d0, 0x529 };
+
 static void event(uint64_t config, uint64_t frequency, int user)
 {
 	struct perf_event_attr a = { .size = sizeof a, .type = PERF_TYPE_RAW, .config = config };
@@ -75,9 +77,11 @@ static void count(void)
 			event(e[i], atol(what + 1), 0);
 		return;
 	}
-	int n = *what == 'k' ? 1 : *what - '0';
+	int n = *what == 'k' ? 1 : *what == 'l' ? 2 : *what - '0';
 	for (int i = 1; i <= n; i++)
 		event(e[i], 0, *what != 'k');
+	if (*what == 'l')
+		event(loads[!!__builtin_cpu_is("amd")], 0, 1);
 }
 
 static void report(const char *name, uint64_t time, uint64_t sum)

@@ -21,7 +21,7 @@ use core::fmt::Write as _;
 use iced_x86::{Decoder, DecoderOptions, FastFormatter, FlowControl};
 use mmu::Policy;
 use x86_cpu::CpuState;
-use x86_defs::retired::{BRANCHES, INSTRUCTIONS, STREAMS, TRANSLATED, bit};
+use x86_defs::retired::{BRANCHES, INSTRUCTIONS, STREAMS, bit};
 use x86_interp::RunStop;
 use x86_native::{decoded_flags, oracle::AREA_SIZE};
 
@@ -219,8 +219,8 @@ fn counting(seed: u64) -> Counting {
     if x & 1 == 0 {
         return Counting::default();
     }
-    let stream = bit((x >> 1 & 0xf) as usize % TRANSLATED);
-    let other = bit((x >> 5 & 0xf) as usize % TRANSLATED);
+    let stream = bit((x >> 1 & 0xf) as usize % STREAMS);
+    let other = bit((x >> 5 & 0xf) as usize % STREAMS);
     let mut periods = [0; STREAMS];
     periods[INSTRUCTIONS] = match x >> 19 & 7 {
         0 => 1 + (x >> 22 & 7),
@@ -234,12 +234,12 @@ fn counting(seed: u64) -> Counting {
         2 => stream,
         // Two streams, or any number of them.
         _ if x >> 40 & 1 == 0 => stream | other,
-        _ => stream | other | (x >> 41) as u16 & (bit(TRANSLATED) - 1),
+        _ => stream | other | (x >> 41) as u16 & (bit(STREAMS) - 1),
     };
     // In every third run, each stream has a period, or has none.
     let mut y = x.wrapping_mul(0x2545_f491_4f6c_dd1d);
     if y >> 60 < 6 {
-        let counted = (BRANCHES..TRANSLATED).filter(|stream| streams & bit(*stream) != 0);
+        let counted = (BRANCHES..STREAMS).filter(|stream| streams & bit(*stream) != 0);
         for stream in counted {
             y = y.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
             periods[stream] = match y >> 62 {

@@ -210,7 +210,7 @@ impl Translator {
         let from = countdown::enter(a, len);
         let resume = after.unwrap_or(a.here());
         self.stubs.push(Stub::Poll {
-            from: [from; 3],
+            from: [from; _],
             resume,
             offset,
             cost: Cost::default(),

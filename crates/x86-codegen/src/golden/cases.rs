@@ -5,7 +5,7 @@ use iced_x86::{
     code_asm::{registers::*, *},
 };
 
-use x86_defs::retired::{BRANCHES as OF_BRANCHES, CONDITIONAL_TAKEN, NEAR_RETURNS, bit};
+use x86_defs::retired::{BRANCHES as OF_BRANCHES, CONDITIONAL_TAKEN, MEMORY, NEAR_RETURNS, bit};
 
 use crate::{ir::mode::Mode, ir::streams::Streams};
 
@@ -22,6 +22,7 @@ const SEVERAL: u16 = bit(OF_BRANCHES) | bit(NEAR_RETURNS);
 const COUNTED_SEVERAL: Mode = USER.with(Mode::counting(Streams::of(SEVERAL, 0)));
 /// The mode of code that may have to be left after some of their events.
 const COUNTED_BOUNDED: Mode = USER.with(Mode::counting(Streams::of(SEVERAL, SEVERAL)));
+const COUNTED_MEMORY: Mode = USER.with(Mode::counting(Streams::of(bit(MEMORY), 0)));
 
 /// A block to be translated.
 pub(super) struct Case {
@@ -586,6 +587,8 @@ const COUNTING: &[Case] = &[
         a.rep().movsq()?;
         a.jmp(0x40_0200)
     }),
+    case("accesses to memory", COUNTED_MEMORY, two_ways),
+    case("accesses to memory in a loop", COUNTED_MEMORY, sum),
     case("several streams of pause", COUNTED_SEVERAL, |a| {
         a.pause()?;
         a.jmp(0x40_0200)

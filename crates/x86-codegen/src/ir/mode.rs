@@ -41,15 +41,19 @@ impl Mode {
     pub const REAL: Self = Self(0x1000);
     /// What is retired is counted exactly (see [`crate::codegen::countdown::exact`]).
     pub(crate) const COUNTS: Self = Self(0x2000);
-    /// With [`Self::COUNTS`]: the lowest of the four bits that name the streams that are counted besides instructions.
+    /// With [`Self::COUNTS`]: the lowest of the bits that name the streams that are counted besides instructions.
     const STREAMS: u32 = 14;
 
     /// The operating system has enabled SSE. Those from before SSE, and some of its time, do not.
-    pub const SSE: Self = Self(0x4_0000);
+    pub const SSE: Self = Self(0x40_0000);
 
-    /// With [`Self::SEGMENTED`], which is never translated with [`Self::COUNTS`]: the lowest of the four bits, and of
-    /// four more, that say where CS begins in its page.
-    const BEGIN: [u32; 2] = [Self::STREAMS, 19];
+    /// With [`Self::SEGMENTED`], which is never translated with [`Self::COUNTS`]: the lowest of the eight bits that say
+    /// where CS begins in its page.
+    const BEGIN: u32 = 14;
+    const _APART: () = assert!(
+        Self::SSE.0 >> (Self::STREAMS + Streams::BITS) != 0
+            && Self::SSE.0 >> (Self::BEGIN + 8) != 0
+    );
 
     /// Number of mode bits.
     pub const WIDTH: u32 = 23;
@@ -112,8 +116,7 @@ impl Mode {
     }
     /// Returns the bits for a CS that begins at that offset in its page, a multiple of 16.
     pub const fn beginning(offset: u32) -> Self {
-        let [low, high] = Self::BEGIN;
-        Self((offset >> 4 & 0xf) << low | (offset >> 8 & 0xf) << high)
+        Self((offset >> 4 & 0xff) << Self::BEGIN)
     }
     /// Returns the offset at which CS begins in its page. No code of CS is before it in that page; other pages have code
     /// there, too.
@@ -121,8 +124,7 @@ impl Mode {
         if !self.has(Self::SEGMENTED) {
             return 0;
         }
-        let [low, high] = Self::BEGIN;
-        (self.0 >> low & 0xf) << 4 | (self.0 >> high & 0xf) << 8
+        (self.0 >> Self::BEGIN & 0xff) << 4
     }
     /// Returns true if a branch from `offset` to `target` stays in its page, in whichever page of CS it is.
     pub(crate) const fn is_near(self, offset: u32, target: i64) -> bool {

@@ -31,7 +31,7 @@ pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
 pub(crate) fn is_countable(cpu: &CpuState) -> bool {
     let r = &cpu.retired;
     // If no stream is counted, only `left` counts down, and nothing is translated for that.
-    r.streams != 0 && Streams::are_countable(r.streams) && r.left >= exact::LEAST
+    r.streams != 0 && r.left >= exact::LEAST
 }
 
 /// Returns true if nothing has to be looked at between two instructions. Code with segments is not translated while it

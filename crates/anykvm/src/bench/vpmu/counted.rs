@@ -150,6 +150,12 @@ const COMPUTE: &[Way] = &[
     way("COUNT=1", "instructions", 5.0, 10.0),
     way("COUNT=2", "branches as well", 6.0, 11.0),
     way("COUNT=4", "conditional, returns", 7.0, 12.0),
+    way(
+        "COUNT=l",
+        "branches and loads",
+        f64::INFINITY,
+        f64::INFINITY,
+    ),
     way("COUNT=s1000", "samples at 1 kHz", 2.0, f64::INFINITY),
     way("COUNT=s4000", "at 4 kHz", 5.0, f64::INFINITY),
     // These bars are what KVM's mediated PMU cost in 2025.

@@ -45,7 +45,7 @@ pub(super) const BLOCK_OPERATION: i32 = 32;
 const MAX_TICKS: i32 = 1 << 20;
 
 /// The branches of a block's entry to a poll, some of which may be the same.
-pub(super) type Polls = [usize; 3];
+pub(super) type Polls = [usize; 5];
 
 /// Returns what a block of `len` instructions counts as. Of a long block, most entries execute only the first
 /// instructions. Traces, which are longer still, are left early less often.

@@ -206,7 +206,7 @@ impl Translator {
         hoisted.start = a.here();
         let from = match cost {
             Some((layout, cost)) => exact::enter(a, layout, cost),
-            None => [countdown::fast_turn(a, len); 3],
+            None => [countdown::fast_turn(a, len); _],
         };
         let stubs = self.stubs.len();
         self.stubs.push(Stub::TurnsDone { from, again });

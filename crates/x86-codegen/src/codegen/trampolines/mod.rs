@@ -128,7 +128,7 @@ pub struct AllTrampolines {
     /// For code that counts nothing.
     pub plain: Trampolines,
     /// For code that counts what is retired, by its layout.
-    counting: [Trampolines; 3],
+    counting: [Trampolines; Layout::ALL.len()],
 }
 
 impl AllTrampolines {
@@ -147,8 +147,7 @@ impl AllTrampolines {
             t
         };
         let plain = next(None);
-        let counting =
-            [Layout::One, Layout::Several, Layout::Bounded].map(|l| next(Some((&plain, l))));
+        let counting = Layout::ALL.map(|layout| next(Some((&plain, layout))));
         Self { plain, counting }
     }
     /// Returns the trampolines of code that counts these streams, or of code that does not count.

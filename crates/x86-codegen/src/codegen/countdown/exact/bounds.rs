@@ -1,4 +1,4 @@
-//! Bounds of events, in code of [`Layout::Bounded`].
+//! Bounds of events, in code of [`Layout::Bounded`] and [`Layout::WideBounded`].
 //!
 //! Each sum of events has a guard: the highest bit of its field. A sum begins so that its guard is set by the event with
 //! which a counter may overflow: a sum in the countdown passes 0 then, one in memory comes to the guard from below. The
@@ -6,7 +6,7 @@
 
 use engine_frame::EngineFrame;
 
-use super::{Cost, Layout, beside};
+use super::{Cost, Layout, Polls, beside};
 use crate::{
     asm::*,
     frame::words::*,
@@ -46,22 +46,22 @@ pub(super) fn branch_if_beside(a: &mut Asm, n: usize) -> usize {
 
 /// Emits branches, some of which may be the same, that are taken if a block of this cost could not be entered. Changes
 /// r13 and flags.
-pub(super) fn branch_if_too_short(a: &mut Asm, cost: Cost) -> [usize; 3] {
+pub(super) fn branch_if_too_short(a: &mut Asm, cost: Cost) -> Polls {
     a.mov_imm(S1, (-cost.countdown).cast_unsigned());
     a.lea(S1, at(S1, 0).plus(COUNTER, 0));
     a.test_literal(S1, GUARDS);
     let used_up = a.jcc(cc::NE);
-    let besides = [0, 1].map(|n| {
-        if cost.beside[n] == 0 {
-            return used_up;
+    let mut all = [used_up; _];
+    for (n, events) in cost.beside.into_iter().enumerate() {
+        if events != 0 {
+            a.load32(S1, beside(n));
+            a.alu_imm(false, Alu::Add, S1, events);
+            a.rr(false, &[0xf7], 0, S1); // test
+            a.imm32(BESIDE_GUARDS as i32);
+            all[1 + n] = a.jcc(cc::NE);
         }
-        a.load32(S1, beside(n));
-        a.alu_imm(false, Alu::Add, S1, cost.beside[n]);
-        a.rr(false, &[0xf7], 0, S1); // test
-        a.imm32(BESIDE_GUARDS as i32);
-        a.jcc(cc::NE)
-    });
-    [used_up, besides[0], besides[1]]
+    }
+    all
 }
 
 /// Returns the word that says how many events are left of sum n.
@@ -75,9 +75,12 @@ pub(super) fn take_off(a: &mut Asm, n: usize) {
 }
 
 /// Begins all sums of events, with instructions in the countdown and nothing below. Changes r14 and flags.
-pub(super) fn begin_sums(a: &mut Asm) {
-    a.store_imm(gs(COUNTED_BESIDE), 0);
-    for n in 0..SUMS {
+pub(super) fn begin_sums(a: &mut Asm, layout: Layout) {
+    let pairs = || (0..4 * layout.words()).step_by(8);
+    for at in pairs() {
+        a.store_imm(gs(COUNTED_BESIDE + at), 0);
+    }
+    for n in 0..layout.sums() {
         a.mov_imm(S0, MOST);
         a.alu(true, Alu::Cmp, S0, left_of(n));
         a.rm(true, &[0x0f, 0x4f], S0, left_of(n)); // cmovg
@@ -90,25 +93,27 @@ pub(super) fn begin_sums(a: &mut Asm) {
             Some(n) => {
                 a.rr(true, &[0xf7], 3, S0); // neg
                 a.lea(S0, at(S0, BESIDE_GUARD as i32));
-                a.shift(true, 4, S0, 16 * n as u8);
-                a.rm(true, &[0x09], S0, gs(COUNTED_BESIDE)); // or
+                a.shift(true, 4, S0, 16 * (n % 4) as u8);
+                a.rm(true, &[0x09], S0, gs(COUNTED_BESIDE + n / 4 * 8)); // or
             }
         }
     }
-    a.load(S0, gs(COUNTED_BESIDE));
-    a.store(gs(COUNTED_BESIDE_FROM), S0);
+    for at in pairs() {
+        a.load(S0, gs(COUNTED_BESIDE + at));
+        a.store(gs(COUNTED_BESIDE_FROM + at), S0);
+    }
 }
 
 /// Does what [`begin_sums`] does, and returns what the countdown has below instructions.
 pub(super) fn begin(frame: &mut EngineFrame, left: [i64; SUMS]) -> u64 {
     frame.counted_left = left;
     let mut countdown = 0;
-    let mut beside = 0;
+    let mut beside = [0; 2];
     for (n, left) in left.into_iter().enumerate() {
         let least = left.clamp(1, MOST.cast_signed()).cast_unsigned();
         match n.checked_sub(IN_COUNTDOWN) {
             None => countdown |= (least - 1) << (n as u8 * Layout::Bounded.bits()),
-            Some(n) => beside |= (BESIDE_GUARD - least) << (16 * n),
+            Some(n) => beside[n / 4 % 2] |= (BESIDE_GUARD - least) << (16 * (n % 4)),
         }
     }
     frame.counted_beside = beside;

@@ -2,7 +2,7 @@
 
 use core::ops::{Add, Neg, Sub};
 
-use crate::ir::streams::{IN_COUNTDOWN, Streams};
+use crate::ir::streams::{IN_COUNTDOWN, IN_MEMORY, Streams};
 
 /// Where the sums are in the countdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,30 +13,62 @@ pub(crate) enum Layout {
     Several,
     /// The same, and each sum has a guard, which is set once a counter may have overflowed.
     Bounded,
+    /// As [`Self::Several`], with eight sums in memory.
+    Wide,
+    /// As [`Self::Bounded`], with eight sums in memory.
+    WideBounded,
 }
 
 impl Layout {
+    /// All of them, in their order.
+    pub(crate) const ALL: [Self; 5] = [
+        Self::One,
+        Self::Several,
+        Self::Bounded,
+        Self::Wide,
+        Self::WideBounded,
+    ];
+
     pub(crate) const fn of(streams: Streams) -> Self {
-        if streams.are_bounded() {
-            Self::Bounded
-        } else if streams.are_several() {
-            Self::Several
-        } else {
-            Self::One
+        match (streams.has_memory(), streams.are_bounded()) {
+            (false, false) if streams.are_several() => Self::Several,
+            (false, false) => Self::One,
+            (false, true) => Self::Bounded,
+            (true, false) => Self::Wide,
+            (true, true) => Self::WideBounded,
+        }
+    }
+    /// Returns true if sums have guards.
+    pub(crate) const fn is_bounded(self) -> bool {
+        matches!(self, Self::Bounded | Self::WideBounded)
+    }
+    /// Returns the number of words in memory, of two sums each.
+    pub(crate) const fn words(self) -> usize {
+        match self {
+            Self::One => 0,
+            Self::Several | Self::Bounded => WORDS / 2,
+            Self::Wide | Self::WideBounded => WORDS,
+        }
+    }
+    /// Returns the number of sums besides that of instructions.
+    pub(crate) const fn sums(self) -> usize {
+        match self {
+            Self::One => 1,
+            _ => IN_COUNTDOWN + 2 * self.words(),
         }
     }
     /// Returns the lowest bit of instructions.
     pub(crate) const fn shift(self) -> u8 {
         match self {
             Self::One => 20,
-            Self::Several | Self::Bounded => IN_COUNTDOWN as u8 * self.bits(),
+            _ => IN_COUNTDOWN as u8 * self.bits(),
         }
     }
     /// Returns how many bits each other sum in the countdown has: enough for the events from one poll to the next.
     pub(crate) const fn bits(self) -> u8 {
         match self {
             Self::One => 20,
-            Self::Several | Self::Bounded => 14,
+            _ => 14,
         }
     }
     /// Returns what the other sums in the countdown begin at where they have no bounds.
@@ -55,17 +87,20 @@ impl Layout {
     pub(in crate::codegen) const fn executed(self, n: i32) -> i32 {
         match self {
             Self::One => n << (self.shift() - super::EXECUTED_FROM_ONE),
-            Self::Several | Self::Bounded => n << (self.shift() - super::EXECUTED_FROM_SEVERAL),
+            _ => n << (self.shift() - super::EXECUTED_FROM_SEVERAL),
         }
     }
 }
+
+/// The most words in memory.
+const WORDS: usize = IN_MEMORY / 2;
 
 /// What is taken off the countdown, and what is added to the words beside it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Cost {
     pub(crate) countdown: i64,
     /// Two sums of 16 bits each.
-    pub(crate) beside: [i32; 2],
+    pub(crate) beside: [i32; WORDS],
 }
 
 impl Cost {
@@ -74,13 +109,13 @@ impl Cost {
         let layout = Layout::of(streams);
         let mut cost = Self {
             countdown: layout.instructions(1),
-            beside: [0; 2],
+            beside: [0; WORDS],
         };
-        for (n, stream) in streams.sums().iter().enumerate() {
-            let event = i32::from(events >> *stream & 1);
+        for (n, belongs) in streams.split(events).enumerate() {
+            let event = i32::from(belongs);
             match n.checked_sub(IN_COUNTDOWN) {
                 None => cost.countdown += i64::from(event) << (n as u8 * layout.bits()),
-                Some(n) => cost.beside[n / 2 % 2] += event << (16 * (n % 2)),
+                Some(n) => cost.beside[n / 2 % WORDS] += event << (16 * (n % 2)),
             }
         }
         cost
@@ -90,10 +125,9 @@ impl Cost {
 impl Add for Cost {
     type Output = Self;
     fn add(self, other: Self) -> Self {
-        let [a, b] = self.beside;
         Self {
             countdown: self.countdown + other.countdown,
-            beside: [a + other.beside[0], b + other.beside[1]],
+            beside: core::array::from_fn(|n| self.beside[n] + other.beside[n]),
         }
     }
 }

@@ -10,7 +10,7 @@
 //! What changes the countdown for another reason changes [`COUNTED_FROM`] by as much. A budget ends where a counter may
 //! overflow, and a block is entered only if all of it is within the budget: the interpreter executes what is left.
 //!
-//! Where several streams are counted ([`Layout::Several`]), the sums of rarer events are in memory
+//! Where several streams are counted ([`Layout::Several`], [`Layout::Wide`]), the sums of rarer events are in memory
 //! ([`COUNTED_BESIDE`]). These count up, and blocks without such events do not touch them. If a counter of events may
 //! overflow, their number bounds a budget, too ([`bounds`]); otherwise the sums below instructions begin so high that
 //! they do not come to zero within a budget.
@@ -23,11 +23,7 @@ pub(crate) use cost::{Cost, Layout};
 pub use sums::*;
 
 use super::{BUDGET, CREDIT, Poll, Polls, SOON, approach, run_limit_ends, vary_budget};
-use crate::{
-    asm::*,
-    frame::words::*,
-    ir::streams::{IN_COUNTDOWN, IN_MEMORY},
-};
+use crate::{asm::*, frame::words::*, ir::streams::IN_COUNTDOWN};
 
 /// Fewest instructions before a counter's overflow for which translated code is entered.
 pub const LEAST: u64 = 64;
@@ -42,22 +38,20 @@ pub(in crate::codegen) fn enter(a: &mut Asm, layout: Layout, cost: Cost) -> Poll
         Ok(n) => a.alu_imm(true, Alu::Sub, COUNTER, n),
         Err(_) => a.alu_literal(Alu::Sub, COUNTER, cost.countdown.cast_unsigned()),
     }
-    match layout {
-        Layout::One | Layout::Several => {
-            let polls = a.jcc(cc::L);
-            add_beside(a, cost);
-            [polls; 3]
-        }
-        Layout::Bounded => {
-            add_beside(a, cost);
-            let polls = bounds::branch_if_used_up(a);
-            let [first, second] = [0, 1].map(|n| match cost.beside[n] {
-                0 => polls,
-                _ => bounds::branch_if_beside(a, n),
-            });
-            [polls, first, second]
+    if !layout.is_bounded() {
+        let polls = a.jcc(cc::L);
+        add_beside(a, cost);
+        return [polls; _];
+    }
+    add_beside(a, cost);
+    let polls = bounds::branch_if_used_up(a);
+    let mut all = [polls; _];
+    for (n, events) in cost.beside.into_iter().enumerate() {
+        if events != 0 {
+            all[1 + n] = bounds::branch_if_beside(a, n);
         }
     }
+    all
 }
 
 /// Adds a block's events to the sums in memory. Changes flags.
@@ -71,18 +65,15 @@ fn add_beside(a: &mut Asm, cost: Cost) {
 
 /// Returns true if a block of this cost may not fit in a budget even where the budget is new.
 pub(in crate::codegen) fn may_be_too_long(layout: Layout, cost: Cost) -> bool {
-    match layout {
-        Layout::One | Layout::Several => cost.countdown > layout.instructions(LEAST as i32),
-        Layout::Bounded => true,
-    }
+    layout.is_bounded() || cost.countdown > layout.instructions(LEAST as i32)
 }
 
 /// Takes back an entry whose poll is due. Changes no flags, but may change `scratch`.
 pub(in crate::codegen) fn refund_entry(a: &mut Asm, layout: Layout, cost: Cost, scratch: Reg) {
-    let beside = match layout {
+    let beside = match layout.is_bounded() {
+        true => cost.beside,
         // Only the countdown has counted.
-        Layout::One | Layout::Several => [0; 2],
-        Layout::Bounded => cost.beside,
+        false => Cost::default().beside,
     };
     refund(a, Cost { beside, ..cost }, scratch);
 }
@@ -126,21 +117,17 @@ pub(in crate::codegen) fn note_refund(a: &mut Asm, layout: Layout, cost: Cost) {
             a.store32_imm(gs(REFUND + 4), (cost.countdown >> 32) as i32);
         }
     }
-    if layout.has_several() {
-        for (n, events) in cost.beside.into_iter().enumerate() {
-            a.store32_imm(gs(REFUND_BESIDE + 4 * n), events);
-        }
+    for (n, events) in cost.beside.into_iter().enumerate().take(layout.words()) {
+        a.store32_imm(gs(REFUND_BESIDE + 4 * n), events);
     }
 }
 
 /// Gives back what [`note_refund`] has noted. Changes r14 and flags.
 pub(in crate::codegen) fn refund_noted(a: &mut Asm, layout: Layout) {
     a.alu(true, Alu::Add, COUNTER, gs(REFUND));
-    if layout.has_several() {
-        for n in 0..2 {
-            a.load32(S0, gs(REFUND_BESIDE + 4 * n));
-            a.rm(false, &[0x29], S0, beside(n)); // sub
-        }
+    for n in 0..layout.words() {
+        a.load32(S0, gs(REFUND_BESIDE + 4 * n));
+        a.rm(false, &[0x29], S0, beside(n)); // sub
     }
 }
 
@@ -150,19 +137,12 @@ const NOP: [u8; 3] = [0x0f, 0x1f, 0x80];
 /// Places constants behind the call of a trampoline: what has not been executed if it leaves the instruction to the
 /// interpreter. They are displacements of NOPs, so that the trampoline may also return to them.
 pub(in crate::codegen) fn place_refund(a: &mut Asm, layout: Layout, cost: Cost) {
-    let words = [
-        cost.countdown as i32,
-        (cost.countdown >> 32) as i32,
-        cost.beside[0],
-        cost.beside[1],
-    ];
-    let words = match layout {
-        Layout::One => &words[..1],
-        _ => &words,
-    };
-    for word in words {
+    let [low, high] = [0, 32].map(|bit| (cost.countdown >> bit) as i32);
+    let high = layout.has_several().then_some(high);
+    let beside = cost.beside.into_iter().take(layout.words());
+    for word in [low].into_iter().chain(high).chain(beside) {
         a.bytes(&NOP);
-        a.imm32(*word);
+        a.imm32(word);
     }
 }
 
@@ -180,7 +160,7 @@ pub(in crate::codegen) fn refund_placed(a: &mut Asm, layout: Layout) {
             a.alu_rr(true, Alu::Add, COUNTER, S1);
             a.load32(S1, place(0));
             a.alu_rr(true, Alu::Add, COUNTER, S1);
-            for n in 0..2 {
+            for n in 0..layout.words() {
                 a.load32(S1, place(2 + n));
                 a.rm(false, &[0x29], S1, beside(n)); // sub
             }
@@ -311,14 +291,14 @@ fn set_budget(a: &mut Asm, layout: Layout) {
             a.shift(true, 4, COUNTER, layout.shift());
             a.alu_imm(true, Alu::Or, COUNTER, layout.events() as i32);
         }
-        Layout::Several => {
+        Layout::Several | Layout::Wide => {
             a.lea(COUNTER, at(COUNTER, 1));
             a.shift(true, 4, COUNTER, layout.shift());
             a.lea(COUNTER, at(COUNTER, -1));
         }
-        Layout::Bounded => {
+        Layout::Bounded | Layout::WideBounded => {
             a.shift(true, 4, COUNTER, layout.shift());
-            bounds::begin_sums(a);
+            bounds::begin_sums(a, layout);
             a.load(S0, gs(EVENTS_LEFT));
         }
     }
@@ -339,7 +319,7 @@ fn take_off(a: &mut Asm, layout: Layout) {
             a.alu(true, Alu::Add, S0, events);
             a.store(events, S0);
         }
-        Layout::Several | Layout::Bounded => take_off_several(a, layout),
+        _ => take_off_several(a, layout),
     }
     a.load(S0, gs(EVENTS_LEFT));
     a.alu_rr(true, Alu::Sub, S0, COUNTER);
@@ -352,7 +332,7 @@ fn take_off(a: &mut Asm, layout: Layout) {
 /// countdown.
 fn take_off_several(a: &mut Asm, layout: Layout) {
     let bits = layout.bits();
-    let is_bounded = layout == Layout::Bounded;
+    let is_bounded = layout.is_bounded();
     for n in 0..IN_COUNTDOWN {
         a.alu_imm(false, Alu::And, S0, (1 << bits) - 1);
         a.rm(true, &[0x01], S0, gs(COUNTED_EVENTS + 8 * n)); // add
@@ -364,22 +344,25 @@ fn take_off_several(a: &mut Asm, layout: Layout) {
             a.mov(S0, COUNTER);
         }
     }
-    let mut sums = COUNTED_BESIDE;
-    if is_bounded {
-        sums = COUNTED_SPILL;
-        a.load(S0, gs(COUNTED_BESIDE));
-        a.alu(true, Alu::Sub, S0, gs(COUNTED_BESIDE_FROM));
-        a.store(gs(sums), S0);
-    }
-    for n in 0..IN_MEMORY {
-        a.rm(false, &[0x0f, 0xb7], S0, gs(sums + 2 * n)); // movzx
-        let sum = IN_COUNTDOWN + n;
-        a.rm(true, &[0x01], S0, gs(COUNTED_EVENTS + 8 * sum)); // add
+    // Four sums at a time.
+    for at in (0..4 * layout.words()).step_by(8) {
+        let mut sums = COUNTED_BESIDE + at;
         if is_bounded {
-            bounds::take_off(a, sum);
+            a.load(S0, gs(sums));
+            a.alu(true, Alu::Sub, S0, gs(COUNTED_BESIDE_FROM + at));
+            sums = COUNTED_SPILL;
+            a.store(gs(sums), S0);
         }
+        for n in 0..4 {
+            a.rm(false, &[0x0f, 0xb7], S0, gs(sums + 2 * n)); // movzx
+            let sum = IN_COUNTDOWN + at / 2 + n;
+            a.rm(true, &[0x01], S0, gs(COUNTED_EVENTS + 8 * sum)); // add
+            if is_bounded {
+                bounds::take_off(a, sum);
+            }
+        }
+        a.store_imm(gs(COUNTED_BESIDE + at), 0);
     }
-    a.store_imm(gs(COUNTED_BESIDE), 0);
 }
 
 /// Emits a branch that is taken if nothing has been counted since the budget began: then a block that does not fit in
@@ -438,7 +421,7 @@ pub(in crate::codegen) fn end_fast_turns(
     }
     let is_near = a.jcc(cc::L);
     a.patch(is_near, again);
-    if layout == Layout::Bounded {
+    if layout.is_bounded() {
         for is_short in bounds::branch_if_too_short(a, cost) {
             a.patch(is_short, again);
         }

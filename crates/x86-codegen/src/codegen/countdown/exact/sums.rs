@@ -5,7 +5,7 @@ use engine_frame::EngineFrame;
 use super::{LEAST_FOR_CREDIT, Layout, bounds};
 use crate::{
     codegen::countdown::longest,
-    ir::streams::{IN_COUNTDOWN, IN_MEMORY, SUMS, Streams},
+    ir::streams::{IN_COUNTDOWN, SUMS, Streams},
 };
 use x86_cpu::Retired;
 
@@ -26,11 +26,11 @@ pub fn begin(
     }
     let layout = Layout::of(streams);
     let events = match layout {
-        Layout::One | Layout::Several => {
-            frame.counted_beside = 0;
+        Layout::Bounded | Layout::WideBounded => bounds::begin(frame, streams.bounds(retired)),
+        _ => {
+            frame.counted_beside = [0; 2];
             layout.events()
         }
-        Layout::Bounded => bounds::begin(frame, streams.bounds(retired)),
     };
     let countdown = instructions.min(longest()) << layout.shift() | events;
     frame.counted_from = countdown;
@@ -94,13 +94,12 @@ fn take(frame: &mut EngineFrame) -> Counted {
     frame.counted_from = frame.counted_to;
     frame.counted = 0;
     let layout = Layout::of(counts_as(frame).0);
-    if layout == Layout::Bounded {
+    if layout.is_bounded() {
         frame.counted_beside_from = frame.counted_beside;
     } else {
-        frame.counted_beside = 0;
+        frame.counted_beside = [0; 2];
     }
-    let sums = if layout.has_several() { SUMS } else { 1 };
-    frame.counted_events[..sums].fill(0);
+    frame.counted_events[..layout.sums()].fill(0);
     counted
 }
 
@@ -125,13 +124,16 @@ fn read(frame: &EngineFrame) -> Counted {
             let events = counted >> (n as u8 * layout.bits()) & ((1 << layout.bits()) - 1);
             *sum = sum.wrapping_add(events);
         }
-        let begun = match layout {
-            Layout::Bounded => frame.counted_beside_from,
-            _ => 0,
+        let begun = match layout.is_bounded() {
+            true => frame.counted_beside_from,
+            false => [0; 2],
         };
-        let beside = frame.counted_beside.wrapping_sub(begun);
-        for (n, sum) in sums[IN_COUNTDOWN..].iter_mut().take(IN_MEMORY).enumerate() {
-            *sum = sum.wrapping_add(beside >> (16 * n) & 0xffff);
+        let words = frame.counted_beside.iter().zip(begun);
+        for (sums, (beside, begun)) in sums[IN_COUNTDOWN..].chunks_mut(4).zip(words) {
+            let beside = beside.wrapping_sub(begun);
+            for (n, sum) in sums.iter_mut().enumerate() {
+                *sum = sum.wrapping_add(beside >> (16 * n) & 0xffff);
+            }
         }
     }
     Counted {
