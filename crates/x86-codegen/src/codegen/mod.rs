@@ -390,7 +390,11 @@ impl Translator {
             self.settle_page();
             match d.kind {
                 Lowering::Followed => self.direct(d.offset, target(&d.i)),
-                _ => self.fall_through(d.end()),
+                _ => {
+                    let refund = self.state.tally.falls();
+                    exact::refund(&mut self.asm, refund, S1);
+                    self.fall_through(d.end());
+                }
             }
         }
         is_complete

@@ -7,7 +7,10 @@ use super::{
     Stub, Translator,
     countdown::exact::{self, Cost, Layout},
 };
-use crate::{frame::words::S0, ir::decoded::Decoded, ir::lowering::Lowering, ir::streams::Streams};
+use crate::{
+    frame::words::S0,
+    ir::{branch::target, decoded::Decoded, lowering::Lowering, streams::Streams},
+};
 
 /// What a block has counted too much where it is left, by instructions and by stubs: it is given back there.
 #[derive(Debug, Default)]
@@ -22,6 +25,8 @@ pub(super) struct Tally {
     marks: Vec<(usize, Cost)>,
     /// Stubs of branches that leave the block in its middle, and what each of them gives back.
     taken: Vec<(usize, Cost)>,
+    /// What is given back where the block's last branch, which is counted as taken, is not.
+    falls: Cost,
 }
 
 /// Returns what an instruction counts for. `leaves`: a conditional branch leaves the block by its target. Other
@@ -35,6 +40,15 @@ fn cost(d: &Decoded, streams: Streams, leaves: bool) -> Cost {
     Cost::of(streams, outcome(events_of(&d.i), has_branched))
 }
 
+/// Returns true if the block's last instruction is a conditional branch that is counted as taken: a loop's branch back,
+/// whose next turn then has nothing to give back. (Not if what gives back would add to a sum in memory, whose bound the
+/// next block may not look at.)
+fn is_likely(d: &Decoded, streams: Streams) -> bool {
+    matches!(d.kind, Lowering::Jcc | Lowering::Counted)
+        && !streams.has_memory()
+        && target(&d.i) <= d.offset.into()
+}
+
 impl Tally {
     /// Begins the tally of a block. `streams`: what it counts besides instructions, if it counts.
     pub(super) fn begin(&mut self, insns: &[Decoded], streams: Option<Streams>) {
@@ -42,13 +56,18 @@ impl Tally {
         self.rest.clear();
         self.marks.clear();
         self.taken.clear();
+        self.falls = Cost::default();
         let Some(streams) = streams else { return };
         let mut rest = Cost::default();
         self.rest.push(rest);
-        for d in insns.iter().rev() {
+        for (n, d) in insns.iter().rev().enumerate() {
+            let is_taken = n == 0 && is_likely(d, streams);
+            if is_taken {
+                self.falls = cost(d, streams, true) - cost(d, streams, false);
+            }
             // The interpreter counts the instructions that it executes itself.
             if !matches!(d.kind, Lowering::Interpret | Lowering::Unknown) {
-                rest = rest + cost(d, streams, false);
+                rest = rest + cost(d, streams, is_taken);
             }
             self.rest.push(rest);
         }
@@ -100,6 +119,10 @@ impl Tally {
         if self.counts() {
             self.taken.push((stub, self.from(n)));
         }
+    }
+    /// Returns what is given back where execution falls out of the block's end.
+    pub(super) const fn falls(&self) -> Cost {
+        self.falls
     }
     /// Forgets branches of stubs from number `stubs` on, which have been removed.
     pub(super) fn truncate(&mut self, stubs: usize) {

@@ -17,6 +17,7 @@ pub(super) const USER32: Mode = USER.with(Mode::BITS32);
 /// The mode of code that counts branches besides instructions.
 const COUNTED: Mode = USER.with(Mode::counting(Streams::of(bit(OF_BRANCHES), 0)));
 const COUNTED_KERNEL: Mode = KERNEL.with(Mode::counting(Streams::of(bit(OF_BRANCHES), 0)));
+const COUNTED_TAKEN: Mode = USER.with(Mode::counting(Streams::of(bit(CONDITIONAL_TAKEN), 0)));
 const SEVERAL: u16 = bit(OF_BRANCHES) | bit(NEAR_RETURNS);
 /// The mode of code that counts several streams besides instructions.
 const COUNTED_SEVERAL: Mode = USER.with(Mode::counting(Streams::of(SEVERAL, 0)));
@@ -533,12 +534,9 @@ fn two_ways(a: &mut CodeAssembler) -> Result<(), IcedError> {
 
 const COUNTING: &[Case] = &[
     case("a branch in its middle", COUNTED, two_ways),
-    case(
-        "the same, those that are taken",
-        USER.with(Mode::counting(Streams::of(bit(CONDITIONAL_TAKEN), 0))),
-        two_ways,
-    ),
+    case("the same, those that are taken", COUNTED_TAKEN, two_ways),
     case("a loop", COUNTED, sum),
+    case("a loop whose taken branches count", COUNTED_TAKEN, sum),
     case("fields of a structure", COUNTED, fields),
     case("a call", COUNTED, |a| a.call(0x40_0200)),
     case("a return", COUNTED, |a| a.ret()),

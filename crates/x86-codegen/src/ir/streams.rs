@@ -56,7 +56,7 @@ const SUMS_OF_SEVERAL: [usize; SUMS - 5] = [
 /// only where it counts, and this difference is counted by the block before.)
 const SUMS_WITH_TAKEN: [usize; SUMS - 4] = [
     CONDITIONAL_TAKEN,
-    CONDITIONAL,
+    CONDITIONAL_NOT_TAKEN,
     BRANCHES,
     NEAR_CALLS,
     NEAR_RETURNS,
@@ -80,7 +80,7 @@ const SUMS_WITH_BOTH: [usize; SUMS] = [
     LOADS,
     STORES,
     BRANCHES,
-    CONDITIONAL,
+    CONDITIONAL_NOT_TAKEN,
     UPDATES,
     LOADS_AND_STORES,
     NEAR_CALLS,
@@ -176,7 +176,7 @@ impl Streams {
         for stream in (0..STREAMS).filter(|stream| retired.bounded >> stream & 1 != 0) {
             let within: &[usize] = match stream {
                 _ if sums.contains(&stream) => &[stream],
-                CONDITIONAL_NOT_TAKEN => &[CONDITIONAL],
+                CONDITIONAL => &[CONDITIONAL_TAKEN, CONDITIONAL_NOT_TAKEN],
                 MEMORY => &[LOADS, STORES, UPDATES],
                 _ => &[BRANCHES],
             };
@@ -196,7 +196,7 @@ impl Streams {
         let streams = self.sums().iter().filter(|sum| **sum != LOADS_AND_STORES);
         let mut covered = streams.fold(0, |all, stream| all | bit(*stream));
         if self.has_taken() {
-            covered |= OF_TAKEN;
+            covered |= OF_TAKEN | bit(CONDITIONAL);
         }
         if self.has_memory() {
             covered |= OF_MEMORY;
@@ -220,8 +220,8 @@ impl Streams {
             events[MEMORY] = total.wrapping_sub(both);
         }
         if self.has_taken() {
-            let not_taken = events[CONDITIONAL].wrapping_sub(events[CONDITIONAL_TAKEN]);
-            events[CONDITIONAL_NOT_TAKEN] = not_taken;
+            let not_taken = events[CONDITIONAL_NOT_TAKEN];
+            events[CONDITIONAL] = events[CONDITIONAL_TAKEN].wrapping_add(not_taken);
             events[TAKEN] = events[BRANCHES].wrapping_sub(not_taken);
             events[NEAR_TAKEN] = events[TAKEN].wrapping_sub(events[FAR]);
         }

@@ -72,6 +72,29 @@ pub(crate) fn read<B: JitBus>(cpu: &mut CpuState, bus: &mut B, counter: u32) -> 
     value.unwrap_or(REFUSED)
 }
 
+/// How much the interpreter has executed because blocks were too long.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Shortened {
+    /// The number of instructions retired until it ended last.
+    until: u64,
+    /// At least so many instructions were executed then.
+    least: u64,
+}
+
+impl Shortened {
+    /// Returns the least number of instructions to execute from `now` on, by the number of those retired: twice as many
+    /// as before, if the block behind these was too long as well, as in a loop that an event ends.
+    fn least(&mut self, now: u64) -> u64 {
+        const NEAR: u64 = 32;
+        const MOST: u64 = 1024;
+        self.least = match now.wrapping_sub(self.until) {
+            ..NEAR => (2 * self.least).clamp(8, MOST),
+            _ => 0,
+        };
+        self.least
+    }
+}
+
 impl<B: JitBus> Jit<B> {
     /// Returns where to go on for `code` of the current mode, with `left` instructions until the next poll. `counted`:
     /// the code that has called Rust counts. Code 0 is returned as it is.
@@ -173,18 +196,20 @@ impl<B: JitBus> Jit<B> {
             self.session.splits = true;
             return RunStop::Poll;
         }
-        let branches = cpu.retired.total(BRANCHES);
+        let (branches, insns) = (cpu.retired.total(BRANCHES), here.1);
+        let least = self.session.shortened.least(insns);
         loop {
             self.stats.interpreted += 1;
             let stop = interp.one(cpu, bus);
+            let executed = cpu.retired.total(INSTRUCTIONS);
+            self.session.shortened.until = executed;
             if stop != RunStop::Poll {
                 return stop;
             }
             *resumed = None;
-            if cpu.retired.total(BRANCHES) != branches
-                || !is_translatable(cpu)
-                || bus.must_return(cpu)
-            {
+            let is_enough = cpu.retired.total(BRANCHES) != branches
+                && (executed - insns >= least || !cpu.retired.counts_at(cpu.cpl));
+            if is_enough || !is_translatable(cpu) || bus.must_return(cpu) {
                 return stop;
             }
         }

@@ -106,6 +106,7 @@ pub(crate) struct Session<B: JitBus> {
     /// RIP and the number of instructions retired when the split translation was last chosen because the other was too
     /// long.
     pub(crate) split_at: (u64, u64),
+    pub(crate) shortened: counting::Shortened,
     /// True if little was left until the next poll when translated code called Rust.
     pub(crate) is_short: bool,
     /// The page fault that the instruction at which [`handle`] is called next raises.
@@ -194,6 +195,7 @@ impl<B: JitBus> Jit<B> {
                 stale: false,
                 splits: false,
                 split_at: (0, 0),
+                shortened: counting::Shortened::default(),
                 is_short: false,
                 fault: None,
                 can_resume: false,
