@@ -42,6 +42,9 @@ impl Default for Retired {
 }
 
 impl Retired {
+    /// So many events are far away.
+    const FAR: u64 = 1 << 32;
+
     /// Returns the index in [`Self::counts`] of a privilege level.
     #[inline(always)]
     pub const fn level(cpl: u8) -> usize {
@@ -58,12 +61,21 @@ impl Retired {
         self.left == 0
     }
     /// Sets for each stream after how many events a counter may overflow; `u64::MAX`: never.
+    ///
+    /// A number that is far away bounds instructions instead, of which there are more. Operating systems have every
+    /// counter interrupt, as they count beyond its width, and engines look for such bounds all the time.
     pub fn bound(&mut self, left: &[u64; STREAMS]) {
-        self.left = left[INSTRUCTIONS];
-        self.events_left = *left;
-        self.bounded = (INSTRUCTIONS + 1..STREAMS)
-            .filter(|stream| left[*stream] != u64::MAX)
-            .fold(0, |all, stream| all | bit(stream));
+        self.left = u64::MAX;
+        self.events_left = [u64::MAX; STREAMS];
+        self.bounded = 0;
+        for (stream, left) in left.iter().enumerate() {
+            if stream == INSTRUCTIONS || *left >= Self::FAR {
+                self.left = self.left.min(*left);
+            } else {
+                self.events_left[stream] = *left;
+                self.bounded |= bit(stream);
+            }
+        }
     }
     /// Takes events off what bounded streams have left. The run loop has to be returned to if nothing is left of one.
     #[inline]
@@ -145,5 +157,33 @@ pub const fn outcome(form: u16, has_branched: bool) -> u16 {
         form | bit(CONDITIONAL_TAKEN) | bit(NEAR_TAKEN) | bit(TAKEN)
     } else {
         form | bit(CONDITIONAL_NOT_TAKEN)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn far_events_bound_instructions() {
+        let mut left = [u64::MAX; STREAMS];
+        left[BRANCHES] = 1 << 47;
+        left[CONDITIONAL] = 1 << 46;
+        let mut retired = Retired::default();
+        retired.bound(&left);
+        assert_eq!((retired.left, retired.bounded), (1 << 46, 0));
+        left[CONDITIONAL] = 1000;
+        left[INSTRUCTIONS] = 1 << 20;
+        retired.bound(&left);
+        assert_eq!((retired.left, retired.bounded), (1 << 20, bit(CONDITIONAL)));
+        assert_eq!(retired.events_left[CONDITIONAL], 1000);
+        // Counted to the end, an instruction each.
+        left[INSTRUCTIONS] = u64::MAX;
+        left[CONDITIONAL] = u64::MAX;
+        retired.bound(&left);
+        for _ in 0..3 {
+            retired.add(0, bit(BRANCHES));
+        }
+        assert_eq!(retired.left, (1 << 47) - 3);
     }
 }
