@@ -42,7 +42,8 @@ pub(crate) const SUMS: usize = IN_COUNTDOWN + IN_MEMORY;
 const _: () = assert!(SUMS == COUNTED_SUMS);
 
 /// The stream of each sum. Calls and returns are rarer than branches, and indirect and far ones much rarer, so these
-/// are in memory, which a block without them leaves alone.
+/// are in memory, which a block without them leaves alone. (Each word there has two: calls, and what may be a call; not
+/// calls and returns, as one addition would wait for another.)
 const SUMS_OF_SEVERAL: [usize; SUMS - 5] = [
     NEAR_CALLS,
     CONDITIONAL,
@@ -59,8 +60,8 @@ const SUMS_WITH_TAKEN: [usize; SUMS - 4] = [
     CONDITIONAL_NOT_TAKEN,
     BRANCHES,
     NEAR_CALLS,
-    NEAR_RETURNS,
     NEAR_INDIRECT,
+    NEAR_RETURNS,
     FAR,
 ];
 /// The same two with accesses to memory.
@@ -71,8 +72,8 @@ const SUMS_WITH_MEMORY: [usize; SUMS - 2] = [
     UPDATES,
     LOADS_AND_STORES,
     NEAR_CALLS,
-    NEAR_RETURNS,
     NEAR_INDIRECT,
+    NEAR_RETURNS,
     FAR,
 ];
 const SUMS_WITH_BOTH: [usize; SUMS] = [
@@ -84,8 +85,8 @@ const SUMS_WITH_BOTH: [usize; SUMS] = [
     UPDATES,
     LOADS_AND_STORES,
     NEAR_CALLS,
-    NEAR_RETURNS,
     NEAR_INDIRECT,
+    NEAR_RETURNS,
     FAR,
 ];
 /// Streams that depend on whether a conditional branch is taken.
