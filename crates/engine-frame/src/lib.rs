@@ -134,6 +134,11 @@ pub struct EngineFrame {
     bounced: [u64; 4],
     mixed: u64,
     levels: u64,
+    /// Maximum number of instructions until the next poll, as it was when code that does not count was last gone on with.
+    pub left_to_poll: u64,
+    /// The salt that no key has.
+    pub no_salt: u64,
+    goes_on: [u64; 2],
 }
 
 /// A view that differs from another in PKRU alone.
@@ -241,6 +246,8 @@ impl EngineFrame {
     pub const COUNTED_SPILL: usize = offset_of!(Self, counted_spill);
     /// How long that was after the look before, in ticks; not 0.
     pub const ELAPSED: usize = offset_of!(Self, elapsed);
+    /// The addresses of [`Self::set_goes_on`].
+    pub const GOES_ON: usize = offset_of!(Self, goes_on);
     /// The table of [`KeyView`]s.
     pub const KEY_VIEWS_AT: usize = offset_of!(Self, key_views);
     /// The tables of the supervisor's views, by CR0.WP and RFLAGS.AC.
@@ -272,6 +279,20 @@ impl EngineFrame {
     /// Returns the base of the live view's software TLB.
     pub fn tables(&self) -> u64 {
         self.tables
+    }
+
+    /// Returns the address that [`Self::set_counted_go_on`] has set.
+    pub fn counted_go_on(&self) -> u64 {
+        self.counted_go_on
+    }
+
+    /// Sets where code that does not count goes on behind code that counts a stream besides instructions, and the other
+    /// way round.
+    ///
+    /// # Safety
+    /// They are the addresses of trampolines of that purpose in the vCPU's own code buffer.
+    pub unsafe fn set_goes_on(&mut self, plainly_and_counting: [u64; 2]) {
+        self.goes_on = plainly_and_counting;
     }
 
     /// Returns the address of the log of writes in lock-step; or 0.

@@ -5,19 +5,29 @@ use x86_defs::{reg, rflags, segment::Attr};
 
 use crate::{
     asm::*,
+    codegen::countdown::exact::{self, Layout},
     codegen::switches::{become_key, find_entry},
     codegen::system::load_flags,
     codegen::view_changes::move_to_tables,
     frame::levels,
     frame::state::SYSRET_FLAGS,
     frame::words::*,
+    ir::mode::Mode,
 };
 
 /// Emits SYSCALL and SYSRETQ, which go on with the view that the same change of the level led to before. Other cases go to
 /// `otherwise`, and nothing has changed then. A trampoline is called with the instruction's offset in r13d, the guest's RCX
-/// in its place in memory and in rcx, and returns with the target in r14.
-pub(super) fn change_level(a: &mut Asm, otherwise: usize) -> [usize; 2] {
-    [system_call(a, otherwise), system_return(a, otherwise)]
+/// in its place in memory and in rcx, and returns with the target in r14. `counts`: for code that counts.
+pub(super) fn change_level(a: &mut Asm, otherwise: usize, counts: Option<Layout>) -> [usize; 2] {
+    match counts {
+        None | Some(Layout::One) => {
+            let counts = counts.is_some();
+            let call = system_call(a, otherwise, counts);
+            [call, system_return(a, otherwise, counts)]
+        }
+        // Rust counts what is retired at the level that is left.
+        _ => [otherwise; 2],
+    }
 }
 
 /// Makes rax the entry of the live view. Changes rdx.
@@ -44,6 +54,26 @@ fn find_change(a: &mut Asm) -> Vec<usize> {
     unknown
 }
 
+/// Emits a branch that is taken if the entry in rax leads to code that counts, and returns it. Changes flags.
+fn branch_if_counts(a: &mut Asm) -> usize {
+    a.rm(false, &[0xf7], 0, at(RAX, levels::KEY)); // test
+    a.imm32(Mode::COUNTS.number() as i32);
+    a.jcc(cc::NE)
+}
+
+/// Emits a branch that is taken if the entry in rax leads to code that counts, and a counter may overflow too soon for
+/// that. Changes flags.
+fn branch_if_near(a: &mut Asm) -> usize {
+    let counts = branch_if_counts(a);
+    let goes_on = a.jmp();
+    let here = a.here();
+    a.patch(counts, here);
+    let is_near = exact::branch_if_near(a);
+    let here = a.here();
+    a.patch(goes_on, here);
+    is_near
+}
+
 /// Stores RFLAGS, which are in rdx. Changes rdx and `by`.
 fn store_flags(a: &mut Asm, by: Reg) {
     a.alu_imm(false, Alu::Or, RDX, rflags::FIXED1 as i32);
@@ -66,19 +96,45 @@ fn load_segment(a: &mut Asm, n: usize, attr: u32, by: Reg) {
     a.store(segment_limit(n), by);
 }
 
-/// Sets CPL.
-fn set_level(a: &mut Asm, cpl: u8) {
+/// Goes on with the view and the key of the entry in rax, at this CPL. Changes rdx, r13, r14 and flags.
+fn go_on(a: &mut Asm, cpl: u8, counts: bool) {
     a.rm(false, &[0xc6], 0, gs(CPL)); // mov
     a.bytes(&[cpl]);
-}
-
-/// Goes on with the view and the key of the entry in rax. Changes r13 and r14.
-fn go_on(a: &mut Asm) {
     a.load(S0, at(RAX, levels::TABLES));
     move_to_tables(a, IS_OTHER_VIEW);
     a.load(S0, at(RAX, levels::KEY));
     a.store(gs(KEY), S0);
     become_key(a, S0, [levels::SALT, levels::NUMBER].map(|n| at(RAX, n)));
+    if counts {
+        exact::settle(a, usize::from(cpl == 0));
+    }
+    let to_counting = branch_if_counts(a);
+    let ends = if counts {
+        change_kind(a, GOES_ON_PLAINLY);
+        exact::keep_plainly(a);
+        to_counting
+    } else {
+        let same_kind = a.jmp();
+        let here = a.here();
+        a.patch(to_counting, here);
+        change_kind(a, GOES_ON_COUNTING);
+        a.load32(S0, gs(KEY));
+        exact::begin_at(a, cpl);
+        same_kind
+    };
+    let here = a.here();
+    a.patch(ends, here);
+}
+
+/// Has the next branch lead to code of the other kind, by a trampoline: see `Jit::follow_level` of x86-jit. Changes r14.
+fn change_kind(a: &mut Asm, go_on: usize) {
+    a.load(S0, gs(go_on));
+    a.store(gs(COUNTED_GO_ON), S0);
+    a.load(S0, gs(SALT));
+    a.store(gs(COUNTED_SALT), S0);
+    a.load(S0, gs(NO_SALT));
+    a.store(gs(SALT), S0);
+    a.store(SHORT_SALT, S0);
 }
 
 /// Ends a trampoline whose branches `unknown` are taken if Rust has to execute the instruction.
@@ -91,12 +147,15 @@ fn end(a: &mut Asm, unknown: Vec<usize>, otherwise: usize) {
     a.jmp_to(otherwise);
 }
 
-fn system_call(a: &mut Asm, otherwise: usize) -> usize {
+fn system_call(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     const REFUSED: u64 = rflags::NT | rflags::TF | rflags::AC;
     let place = a.here();
     push(a, RAX);
     push(a, RDX);
     let mut unknown = find_change(a);
+    if !counts {
+        unknown.push(branch_if_near(a));
+    }
     // All of RFLAGS in r14, and in rdx what is left of them.
     load_flags(a, RDX);
     a.load32(RDX, gs(FMASK));
@@ -116,8 +175,7 @@ fn system_call(a: &mut Asm, otherwise: usize) -> usize {
     load_segment(a, reg::CS, Attr::FLAT_CODE64, S0);
     a.alu_imm(false, Alu::Add, RDX, 8);
     load_segment(a, reg::SS, Attr::FLAT_DATA, S0);
-    set_level(a, 0);
-    go_on(a);
+    go_on(a, 0, counts);
     a.load(S0, gs(LSTAR));
     pop(a, RDX);
     pop(a, RAX);
@@ -125,12 +183,15 @@ fn system_call(a: &mut Asm, otherwise: usize) -> usize {
     place
 }
 
-fn system_return(a: &mut Asm, otherwise: usize) -> usize {
+fn system_return(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     const USER: u32 = 3 << 5;
     let place = a.here();
     push(a, RAX);
     push(a, RDX);
     let mut unknown = find_change(a);
+    if !counts {
+        unknown.push(branch_if_near(a));
+    }
     a.load(S0, gpr_slot(reg::R11 as u8));
     a.rr(true, &[0xf7], 0, S0); // test
     a.imm32(!(SYSRET_FLAGS as i32));
@@ -157,8 +218,7 @@ fn system_return(a: &mut Asm, otherwise: usize) -> usize {
     load_segment(a, reg::SS, Attr::FLAT_DATA | USER, S0);
     a.alu_imm(false, Alu::Add, RDX, 8);
     load_segment(a, reg::CS, Attr::FLAT_CODE64 | USER, S0);
-    set_level(a, 3);
-    go_on(a);
+    go_on(a, 3, counts);
     a.mov(S0, RCX);
     pop(a, RDX);
     pop(a, RAX);

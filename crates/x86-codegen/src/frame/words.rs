@@ -17,7 +17,7 @@ use core::mem::offset_of;
 
 use engine_frame::EngineFrame;
 use x86_cpu::{CpuState, Features, Msrs, Retired};
-use x86_defs::{reg, segment::Segment};
+use x86_defs::{reg, retired::STREAMS, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
 
@@ -91,6 +91,15 @@ pub(crate) const REFUND: usize = frame(EngineFrame::REFUND);
 pub(crate) const COUNTED_ENTRY: usize = frame(EngineFrame::COUNTED_ENTRY);
 /// [`Retired::left`].
 pub(crate) const EVENTS_LEFT: usize = offset_of!(CpuState, retired) + offset_of!(Retired, left);
+/// Returns the count of a stream at a level in [`Retired::counts`].
+pub(crate) const fn retired(level: usize, stream: usize) -> usize {
+    offset_of!(CpuState, retired) + offset_of!(Retired, counts) + 8 * (level * STREAMS + stream)
+}
+pub(crate) const NO_SALT: usize = offset_of!(CpuState, engine.no_salt);
+pub(crate) const GOES_ON_PLAINLY: usize = frame(EngineFrame::GOES_ON);
+pub(crate) const GOES_ON_COUNTING: usize = GOES_ON_PLAINLY + 8;
+pub(crate) const LEFT_TO_POLL: usize = offset_of!(CpuState, engine.left_to_poll);
+pub(crate) const COUNTED_AS: usize = offset_of!(CpuState, engine.counted_as);
 pub(crate) const BOUNDS: usize = offset_of!(CpuState, engine.bounds);
 pub(crate) const BOUND_SIZES: usize = EngineFrame::BOUND_SIZES;
 pub(crate) const COUNTED_GO_ON: usize = frame(EngineFrame::COUNTED_GO_ON);

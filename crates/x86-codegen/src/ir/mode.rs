@@ -42,7 +42,7 @@ impl Mode {
     /// What is retired is counted exactly (see [`crate::codegen::countdown::exact`]).
     pub(crate) const COUNTS: Self = Self(0x2000);
     /// With [`Self::COUNTS`]: the lowest of the bits that name the streams that are counted besides instructions.
-    const STREAMS: u32 = 14;
+    pub(crate) const STREAMS: u32 = 14;
 
     /// The operating system has enabled SSE. Those from before SSE, and some of its time, do not.
     pub const SSE: Self = Self(0x40_0000);

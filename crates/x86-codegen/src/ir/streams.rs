@@ -137,7 +137,8 @@ impl Streams {
     pub(crate) const fn has_memory(self) -> bool {
         self.are_several() && self.0 & AND_MEMORY != 0
     }
-    pub(crate) const fn number(self) -> u8 {
+    /// Returns the number that names them.
+    pub const fn number(self) -> u8 {
         self.0
     }
     /// Returns the streams of the number in the lowest bits.

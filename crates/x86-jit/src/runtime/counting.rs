@@ -15,6 +15,7 @@ use crate::{
 use x86_codegen::{
     codegen::countdown::exact,
     frame::{exit::Reason, targets::salt_of},
+    ir::streams::Streams,
 };
 
 /// What the instructions between two changes of level count for at least, where one of the two levels is counted. So a
@@ -124,10 +125,17 @@ impl<B: JitBus> Jit<B> {
             }
             None => {
                 cpu.engine.counted_to = left;
-                self.session.left_to_poll = left;
+                cpu.engine.left_to_poll = left;
             }
         }
         self.code.address(self.code.trampolines.go_on(streams))
+    }
+
+    /// Returns the trampolines by which code goes on that does not count, and code that counts one stream besides
+    /// instructions.
+    pub(crate) fn goes_on(&self) -> [u64; 2] {
+        let streams = [None, Some(Streams::of(0, 0))];
+        streams.map(|streams| self.code.address(self.code.trampolines.go_on(streams)))
     }
 
     /// Follows a change of the privilege level by an instruction that counts at the level it begins at. If only one of
@@ -154,7 +162,7 @@ impl<B: JitBus> Jit<B> {
         }
         let left = match counted {
             true => exact::left(frame),
-            false => self.session.left_to_poll.saturating_sub(LEAST_EXECUTED),
+            false => frame.left_to_poll.saturating_sub(LEAST_EXECUTED),
         };
         let go_on = self.go_on(cpu, left);
         // SAFETY: `go_on` is the address of a trampoline of that purpose in the code buffer of `self`.

@@ -75,7 +75,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     let left = match rest {
         Some(rest) => rest.saturating_sub(charged),
         // Code that does not count has not said how much is left, but it has executed something.
-        None => jit.session.left_to_poll.saturating_sub(LEAST_EXECUTED),
+        None => frame.left_to_poll.saturating_sub(LEAST_EXECUTED),
     };
     jit.counted(cpu, code, left, rest.is_some())
 }

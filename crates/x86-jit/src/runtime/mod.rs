@@ -116,9 +116,6 @@ pub(crate) struct Session<B: JitBus> {
     /// The RIP at which RF was set when translated code was last gone on with, if translated code has not called Rust
     /// since.
     pub(crate) resumed: Option<u64>,
-    /// Maximum number of instructions until the next poll, as it was when code that does not count was last gone on
-    /// with.
-    pub(crate) left_to_poll: u64,
     /// The mode of the last [`Jit::select`].
     pub(crate) mode: Mode,
     pub(crate) code_segments: flat::CodeSegments,
@@ -200,7 +197,6 @@ impl<B: JitBus> Jit<B> {
                 fault: None,
                 can_resume: false,
                 resumed: None,
-                left_to_poll: 0,
                 mode: Mode::NONE,
                 code_segments: flat::CodeSegments::default(),
                 breakpoints: Breakpoints::default(),

@@ -19,6 +19,7 @@ use x86_codegen::{
     codegen::countdown,
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
+    frame::targets::salt_of,
     ir::segment::page_of,
 };
 
@@ -187,7 +188,7 @@ impl<B: JitBus> Jit<B> {
     ) -> Left {
         self.stats.entries += 1;
         let first = countdown::first(&cpu.engine);
-        self.session.left_to_poll = first;
+        cpu.engine.left_to_poll = first;
         let entry = self.counted(cpu, entry, first, false);
         let enter = self.code.address(self.code.trampolines.plain.enter);
         let mut context = Context {
@@ -197,7 +198,9 @@ impl<B: JitBus> Jit<B> {
             bus: &raw mut *bus,
             left: Left::Again,
         };
+        let goes_on = self.goes_on();
         let frame = &mut cpu.engine;
+        frame.no_salt = salt_of(0);
         frame.argument = 0;
         frame.flags = pack(cpu.rflags);
         // SAFETY: translated code runs until `f` returns, and `context` lives longer. `entry` is an entry of a block,
@@ -211,6 +214,7 @@ impl<B: JitBus> Jit<B> {
             frame.set_keys(self.session.keys.address());
             frame.set_switches(self.session.switches.address());
             frame.set_levels(self.session.levels.address());
+            frame.set_goes_on(goes_on);
             frame.set_switch_epochs(&raw const *bus.mmu().switch_epochs() as u64);
         }
         frame.wanted_root = 0;

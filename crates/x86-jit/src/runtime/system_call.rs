@@ -12,7 +12,7 @@ use crate::{Jit, JitBus, runtime::state::target_key};
 use x86_codegen::{
     frame::levels::LevelChange,
     frame::state::{SYSRET_FLAGS, pack, unpack},
-    ir::mode::Mode,
+    ir::{mode::Mode, streams::Streams},
 };
 
 fn load_segments(cpu: &mut CpuState, cs: u16, ss: u16, cpl: u8) {
@@ -42,7 +42,12 @@ pub(crate) fn facts(cpu: &CpuState, plain_tsc: bool, follows_levels: bool) -> u6
         follows_levels,
     ];
     let bits = bits.iter().fold(0, |all, bit| all << 1 | u64::from(*bit));
-    bits << 8 | u64::from(cpu.retired.levels)
+    let r = &cpu.retired;
+    let streams = match r.levels {
+        0 => 0,
+        _ => Streams::of(r.streams, r.bounded).number().into(),
+    };
+    streams << 16 | bits << 8 | u64::from(r.levels)
 }
 
 impl<B: JitBus> Jit<B> {
@@ -55,15 +60,20 @@ impl<B: JitBus> Jit<B> {
         (from, from_key): (u64, u64),
     ) {
         let frame = &cpu.engine;
-        let counts = |mode: Mode| mode.streams().is_some();
-        if frame.log() != 0
-            || bus.follows_levels()
-            || counts(Mode::of_key(from_key))
-            || counts(self.session.mode)
-        {
+        let modes = [Mode::of_key(from_key), self.session.mode].map(Mode::streams);
+        let has_several = modes.iter().flatten().any(|s| s.are_several());
+        if frame.log() != 0 || bus.follows_levels() || has_several {
             return;
         }
-        let (key, salt) = target_key(cpu);
+        let [before, after] = modes;
+        let (key, mut salt) = target_key(cpu);
+        if before.is_some() != after.is_some() {
+            // Nothing goes on if what is to be counted next cannot be.
+            if frame.counted_go_on() == 0 {
+                return;
+            }
+            salt = frame.counted_salt;
+        }
         self.session.levels.set(LevelChange {
             from,
             from_key,

@@ -247,11 +247,7 @@ impl Emitter<'_> {
         self.t.access = [false, true].map(|set| change_access(self.a, set, self.t.switch));
         self.t.to_cr0 = change_cr0(self.a, self.t.switch, self.counts.is_some());
         self.t.key_rights = change_key_rights(self.a, self.t.switch);
-        // Rust counts what is retired at the level that is left.
-        self.t.levels = match self.counts {
-            None => change_level(self.a, self.t.switch),
-            Some(_) => [self.t.switch; 2],
-        };
+        self.t.levels = change_level(self.a, self.t.switch, self.counts);
     }
 
     /// Emits the load of FP state for a block that uses it.

@@ -22,8 +22,18 @@ mod sums;
 pub(crate) use cost::{Cost, Layout};
 pub use sums::*;
 
+use sums::LEVEL;
+
 use super::{BUDGET, CREDIT, Poll, Polls, SOON, approach, run_limit_ends, vary_budget};
-use crate::{asm::*, frame::words::*, ir::streams::IN_COUNTDOWN};
+use crate::{
+    asm::*,
+    frame::words::*,
+    ir::{
+        mode::Mode,
+        streams::{IN_COUNTDOWN, Streams},
+    },
+};
+use x86_defs::retired::INSTRUCTIONS;
 
 /// Fewest instructions before a counter's overflow for which translated code is entered.
 pub const LEAST: u64 = 64;
@@ -459,6 +469,64 @@ pub(in crate::codegen) fn leave_fast_turns(
     // The budget is lengthened without a change of flags.
     a.load(S1, gs(OWED));
     lengthen(a, SPILL);
+}
+
+/// Emits a branch that is taken if a counter may overflow too soon for [`begin_at`]. Changes flags.
+pub(in crate::codegen) fn branch_if_near(a: &mut Asm) -> usize {
+    a.alu_mem_imm(true, Alu::Cmp, gs(EVENTS_LEFT), LEAST_FOR_CREDIT as i32);
+    a.jcc(cc::B)
+}
+
+/// Adds to [`Retired::counts`] at a level what code of [`Layout::One`] has counted, which goes on counting. Changes rdx,
+/// r13, r14 and flags.
+///
+/// [`Retired::counts`]: x86_cpu::Retired::counts
+pub(in crate::codegen) fn settle(a: &mut Asm, level: usize) {
+    let layout = Layout::One;
+    a.load(S0, gs(COUNTED_FROM));
+    a.alu_rr(true, Alu::Sub, S0, COUNTER);
+    a.store(gs(COUNTED_FROM), COUNTER);
+    a.mov(S1, S0);
+    a.shift(true, 5, S1, layout.shift());
+    a.rm(true, &[0x29], S1, gs(EVENTS_LEFT)); // sub
+    a.alu(true, Alu::Add, S1, gs(COUNTED));
+    a.store_imm(gs(COUNTED), 0);
+    a.rm(true, &[0x01], S1, gs(retired(level, INSTRUCTIONS))); // add
+    a.alu_imm(false, Alu::And, S0, layout.events() as i32);
+    a.alu(true, Alu::Add, S0, gs(COUNTED_EVENTS));
+    a.store_imm(gs(COUNTED_EVENTS), 0);
+    a.load32(RDX, gs(COUNTED_AS));
+    a.alu_imm(false, Alu::And, RDX, (1 << Streams::BITS) - 1);
+    a.rm(true, &[0x01], S0, gs(retired(level, 0)).plus(RDX, 3)); // add
+    // What comes next counts at the other level.
+    a.alu_mem_imm(true, Alu::Xor, gs(COUNTED_AS), LEVEL as i32);
+}
+
+/// Sets what code that does not count goes on with, once [`settle`] has settled what was counted. Changes r14 and flags.
+pub(in crate::codegen) fn keep_plainly(a: &mut Asm) {
+    a.mov(S0, COUNTER);
+    a.shift(true, 5, S0, Layout::One.shift());
+    a.store(gs(COUNTED_TO), S0);
+    a.store(gs(LEFT_TO_POLL), S0);
+}
+
+/// Sets what code of [`Layout::One`] goes on with behind code that does not count, as [`begin`] does; r14d has the key's
+/// lower half. Changes r14 and flags.
+pub(in crate::codegen) fn begin_at(a: &mut Asm, cpl: u8) {
+    let layout = Layout::One;
+    a.shift(false, 5, S0, Mode::STREAMS as u8);
+    a.alu_imm(false, Alu::And, S0, (1 << Streams::BITS) - 1);
+    if cpl != 0 {
+        a.alu_imm(false, Alu::Or, S0, LEVEL as i32);
+    }
+    a.store(gs(COUNTED_AS), S0);
+    a.mov_imm(S0, super::longest());
+    a.alu_rr(true, Alu::Cmp, S0, COUNTER);
+    a.rr(true, &[0x0f, 0x47], S0, COUNTER); // cmova
+    a.shift(true, 4, S0, layout.shift());
+    a.alu_imm(true, Alu::Or, S0, layout.events() as i32);
+    a.store(gs(COUNTED_FROM), S0);
+    a.store(gs(COUNTED_TO), S0);
 }
 
 /// The lowest bit of the countdown that [`leave_fast_turns`] computes with, for each layout.

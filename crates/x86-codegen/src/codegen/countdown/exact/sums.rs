@@ -10,7 +10,7 @@ use crate::{
 use x86_cpu::Retired;
 
 /// The bit of [`EngineFrame::counted_as`] that has the level.
-const LEVEL: u64 = 1 << 8;
+pub(super) const LEVEL: u64 = 1 << 8;
 
 /// Sets the countdown of code that counts, which is entered or goes on, to at most so many instructions, and to what is
 /// left until a counter may overflow.
