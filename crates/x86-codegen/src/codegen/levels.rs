@@ -54,26 +54,6 @@ fn find_change(a: &mut Asm) -> Vec<usize> {
     unknown
 }
 
-/// Emits a branch that is taken if the entry in rax leads to code that counts, and returns it. Changes flags.
-fn branch_if_counts(a: &mut Asm) -> usize {
-    a.rm(false, &[0xf7], 0, at(RAX, levels::KEY)); // test
-    a.imm32(Mode::COUNTS.number() as i32);
-    a.jcc(cc::NE)
-}
-
-/// Emits a branch that is taken if the entry in rax leads to code that counts, and a counter may overflow too soon for
-/// that. Changes flags.
-fn branch_if_near(a: &mut Asm) -> usize {
-    let counts = branch_if_counts(a);
-    let goes_on = a.jmp();
-    let here = a.here();
-    a.patch(counts, here);
-    let is_near = exact::branch_if_near(a);
-    let here = a.here();
-    a.patch(goes_on, here);
-    is_near
-}
-
 /// Stores RFLAGS, which are in rdx. Changes rdx and `by`.
 fn store_flags(a: &mut Asm, by: Reg) {
     a.alu_imm(false, Alu::Or, RDX, rflags::FIXED1 as i32);
@@ -96,8 +76,16 @@ fn load_segment(a: &mut Asm, n: usize, attr: u32, by: Reg) {
     a.store(segment_limit(n), by);
 }
 
-/// Goes on with the view and the key of the entry in rax, at this CPL. Changes rdx, r13, r14 and flags.
-fn go_on(a: &mut Asm, cpl: u8, counts: bool) {
+/// The way of code that does not count to code that counts: the branch to it, the privilege level, and where it leads.
+struct ToCounting {
+    from: usize,
+    cpl: u8,
+    back: usize,
+}
+
+/// Goes on with the view and the key of the entry in rax, at this CPL. Changes rdx, r13, r14 and flags. Returns the way to
+/// code that counts, if this code does not.
+fn go_on(a: &mut Asm, cpl: u8, counts: bool) -> Option<ToCounting> {
     a.rm(false, &[0xc6], 0, gs(CPL)); // mov
     a.bytes(&[cpl]);
     a.load(S0, at(RAX, levels::TABLES));
@@ -108,28 +96,24 @@ fn go_on(a: &mut Asm, cpl: u8, counts: bool) {
     if counts {
         exact::settle(a, usize::from(cpl == 0));
     }
-    let to_counting = branch_if_counts(a);
-    let ends = if counts {
+    a.rm(false, &[0xf7], 0, at(RAX, levels::KEY)); // test
+    a.imm32(Mode::COUNTS.number() as i32);
+    let from = a.jcc(cc::NE);
+    if counts {
+        hide_targets(a);
         change_kind(a, GOES_ON_PLAINLY);
         exact::keep_plainly(a);
-        to_counting
-    } else {
-        let same_kind = a.jmp();
-        let here = a.here();
-        a.patch(to_counting, here);
-        change_kind(a, GOES_ON_COUNTING);
-        a.load32(S0, gs(KEY));
-        exact::begin_at(a, cpl);
-        same_kind
-    };
-    let here = a.here();
-    a.patch(ends, here);
+    }
+    let back = a.here();
+    if counts {
+        a.patch(from, back);
+    }
+    (!counts).then_some(ToCounting { from, cpl, back })
 }
 
-/// Has the next branch lead to code of the other kind, by a trampoline: see `Jit::follow_level` of x86-jit. Changes r14.
-fn change_kind(a: &mut Asm, go_on: usize) {
-    a.load(S0, gs(go_on));
-    a.store(gs(COUNTED_GO_ON), S0);
+/// Makes the next branch find no target in the target table. It goes by the trampoline for those that have none, which
+/// changes to code of the other kind: see `Jit::follow_level` of x86-jit. Changes r14.
+fn hide_targets(a: &mut Asm) {
     a.load(S0, gs(SALT));
     a.store(gs(COUNTED_SALT), S0);
     a.load(S0, gs(NO_SALT));
@@ -137,9 +121,35 @@ fn change_kind(a: &mut Asm, go_on: usize) {
     a.store(SHORT_SALT, S0);
 }
 
+/// Tells that trampoline how code of the other kind goes on. Changes r14.
+fn change_kind(a: &mut Asm, go_on: usize) {
+    a.load(S0, gs(go_on));
+    a.store(gs(COUNTED_GO_ON), S0);
+}
+
+impl ToCounting {
+    /// Emits the way. If a counter may overflow soon, the next branch leads to Rust.
+    fn emit(self, a: &mut Asm) {
+        let here = a.here();
+        a.patch(self.from, here);
+        hide_targets(a);
+        let is_near = exact::branch_if_near(a);
+        a.patch(is_near, self.back);
+        change_kind(a, GOES_ON_COUNTING);
+        a.load32(S0, gs(KEY));
+        exact::begin_at(a, self.cpl);
+        a.jmp_to(self.back);
+    }
+}
+
 /// Ends a trampoline whose branches `unknown` are taken if Rust has to execute the instruction.
-fn end(a: &mut Asm, unknown: Vec<usize>, otherwise: usize) {
+fn end(a: &mut Asm, unknown: Vec<usize>, otherwise: usize, to_counting: Option<ToCounting>) {
+    pop(a, RDX);
+    pop(a, RAX);
     a.ret();
+    if let Some(way) = to_counting {
+        way.emit(a);
+    }
     let here = a.here();
     unknown.into_iter().for_each(|from| a.patch(from, here));
     pop(a, RDX);
@@ -153,9 +163,6 @@ fn system_call(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     push(a, RAX);
     push(a, RDX);
     let mut unknown = find_change(a);
-    if !counts {
-        unknown.push(branch_if_near(a));
-    }
     // All of RFLAGS in r14, and in rdx what is left of them.
     load_flags(a, RDX);
     a.load32(RDX, gs(FMASK));
@@ -175,11 +182,9 @@ fn system_call(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     load_segment(a, reg::CS, Attr::FLAT_CODE64, S0);
     a.alu_imm(false, Alu::Add, RDX, 8);
     load_segment(a, reg::SS, Attr::FLAT_DATA, S0);
-    go_on(a, 0, counts);
+    let to_counting = go_on(a, 0, counts);
     a.load(S0, gs(LSTAR));
-    pop(a, RDX);
-    pop(a, RAX);
-    end(a, unknown, otherwise);
+    end(a, unknown, otherwise, to_counting);
     place
 }
 
@@ -189,9 +194,6 @@ fn system_return(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     push(a, RAX);
     push(a, RDX);
     let mut unknown = find_change(a);
-    if !counts {
-        unknown.push(branch_if_near(a));
-    }
     a.load(S0, gpr_slot(reg::R11 as u8));
     a.rr(true, &[0xf7], 0, S0); // test
     a.imm32(!(SYSRET_FLAGS as i32));
@@ -218,10 +220,8 @@ fn system_return(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     load_segment(a, reg::SS, Attr::FLAT_DATA | USER, S0);
     a.alu_imm(false, Alu::Add, RDX, 8);
     load_segment(a, reg::CS, Attr::FLAT_CODE64 | USER, S0);
-    go_on(a, 3, counts);
+    let to_counting = go_on(a, 3, counts);
     a.mov(S0, RCX);
-    pop(a, RDX);
-    pop(a, RAX);
-    end(a, unknown, otherwise);
+    end(a, unknown, otherwise, to_counting);
     place
 }
