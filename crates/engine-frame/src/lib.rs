@@ -138,7 +138,10 @@ pub struct EngineFrame {
     pub left_to_poll: u64,
     /// The salt that no key has.
     pub no_salt: u64,
-    goes_on: [u64; 2],
+    goes_on: [u64; 4],
+    /// Not 0 if what code that counts has counted is still in [`Self::counted`] and [`Self::counted_events`], and code runs
+    /// that does not count.
+    pub counted_pending: u64,
 }
 
 /// A view that differs from another in PKRU alone.
@@ -286,13 +289,13 @@ impl EngineFrame {
         self.counted_go_on
     }
 
-    /// Sets where code that does not count goes on behind code that counts a stream besides instructions, and the other
-    /// way round.
+    /// Sets where code that does not count goes on behind code that counts, and code that counts behind such code: a
+    /// stream besides instructions, several, and several with accesses to memory.
     ///
     /// # Safety
     /// They are the addresses of trampolines of that purpose in the vCPU's own code buffer.
-    pub unsafe fn set_goes_on(&mut self, plainly_and_counting: [u64; 2]) {
-        self.goes_on = plainly_and_counting;
+    pub unsafe fn set_goes_on(&mut self, places: [u64; 4]) {
+        self.goes_on = places;
     }
 
     /// Returns the address of the log of writes in lock-step; or 0.

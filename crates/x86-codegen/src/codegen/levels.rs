@@ -19,15 +19,11 @@ use crate::{
 /// `otherwise`, and nothing has changed then. A trampoline is called with the instruction's offset in r13d, the guest's RCX
 /// in its place in memory and in rcx, and returns with the target in r14. `counts`: for code that counts.
 pub(super) fn change_level(a: &mut Asm, otherwise: usize, counts: Option<Layout>) -> [usize; 2] {
-    match counts {
-        None | Some(Layout::One) => {
-            let counts = counts.is_some();
-            let call = system_call(a, otherwise, counts);
-            [call, system_return(a, otherwise, counts)]
-        }
-        // Rust counts what is retired at the level that is left.
-        _ => [otherwise; 2],
+    if counts.is_some_and(Layout::is_bounded) {
+        return [otherwise; 2];
     }
+    let call = system_call(a, otherwise, counts);
+    [call, system_return(a, otherwise, counts)]
 }
 
 /// Makes rax the entry of the live view. Changes rdx.
@@ -85,7 +81,7 @@ struct ToCounting {
 
 /// Goes on with the view and the key of the entry in rax, at this CPL. Changes rdx, r13, r14 and flags. Returns the way to
 /// code that counts, if this code does not.
-fn go_on(a: &mut Asm, cpl: u8, counts: bool) -> Option<ToCounting> {
+fn go_on(a: &mut Asm, cpl: u8, counts: Option<Layout>) -> Option<ToCounting> {
     a.rm(false, &[0xc6], 0, gs(CPL)); // mov
     a.bytes(&[cpl]);
     a.load(S0, at(RAX, levels::TABLES));
@@ -93,22 +89,22 @@ fn go_on(a: &mut Asm, cpl: u8, counts: bool) -> Option<ToCounting> {
     a.load(S0, at(RAX, levels::KEY));
     a.store(gs(KEY), S0);
     become_key(a, S0, [levels::SALT, levels::NUMBER].map(|n| at(RAX, n)));
-    if counts {
+    if counts == Some(Layout::One) {
         exact::settle(a, usize::from(cpl == 0));
     }
     a.rm(false, &[0xf7], 0, at(RAX, levels::KEY)); // test
     a.imm32(Mode::COUNTS.number() as i32);
     let from = a.jcc(cc::NE);
-    if counts {
-        hide_targets(a);
-        change_kind(a, GOES_ON_PLAINLY);
-        exact::keep_plainly(a);
-    }
-    let back = a.here();
-    if counts {
-        a.patch(from, back);
-    }
-    (!counts).then_some(ToCounting { from, cpl, back })
+    let Some(layout) = counts else {
+        let back = a.here();
+        return Some(ToCounting { from, cpl, back });
+    };
+    hide_targets(a);
+    change_kind(a, GOES_ON_PLAINLY);
+    exact::keep_plainly(a, layout);
+    let here = a.here();
+    a.patch(from, here);
+    None
 }
 
 /// Makes the next branch find no target in the target table. It goes by the trampoline for those that have none, which
@@ -135,10 +131,26 @@ impl ToCounting {
         hide_targets(a);
         let is_near = exact::branch_if_near(a);
         a.patch(is_near, self.back);
-        change_kind(a, GOES_ON_COUNTING);
-        a.load32(S0, gs(KEY));
-        exact::begin_at(a, self.cpl);
-        a.jmp_to(self.back);
+        exact::note_streams(a, self.cpl);
+        let [one, several, wide] = GOES_ON_COUNTING;
+        let others = exact::branch_by_layout(a);
+        let ways = [
+            (Layout::One, one),
+            (Layout::Several, several),
+            (Layout::Wide, wide),
+        ];
+        for ((layout, go_on), from) in ways
+            .into_iter()
+            .zip([None].into_iter().chain(others.map(Some)))
+        {
+            let here = a.here();
+            if let Some(from) = from {
+                a.patch(from, here);
+            }
+            change_kind(a, go_on);
+            exact::begin_at(a, layout);
+            a.jmp_to(self.back);
+        }
     }
 }
 
@@ -157,7 +169,7 @@ fn end(a: &mut Asm, unknown: Vec<usize>, otherwise: usize, to_counting: Option<T
     a.jmp_to(otherwise);
 }
 
-fn system_call(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
+fn system_call(a: &mut Asm, otherwise: usize, counts: Option<Layout>) -> usize {
     const REFUSED: u64 = rflags::NT | rflags::TF | rflags::AC;
     let place = a.here();
     push(a, RAX);
@@ -188,7 +200,7 @@ fn system_call(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     place
 }
 
-fn system_return(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
+fn system_return(a: &mut Asm, otherwise: usize, counts: Option<Layout>) -> usize {
     const USER: u32 = 3 << 5;
     let place = a.here();
     push(a, RAX);

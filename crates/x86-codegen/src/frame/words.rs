@@ -97,7 +97,13 @@ pub(crate) const fn retired(level: usize, stream: usize) -> usize {
 }
 pub(crate) const NO_SALT: usize = offset_of!(CpuState, engine.no_salt);
 pub(crate) const GOES_ON_PLAINLY: usize = frame(EngineFrame::GOES_ON);
-pub(crate) const GOES_ON_COUNTING: usize = GOES_ON_PLAINLY + 8;
+/// With one stream besides instructions, several, and several with accesses to memory.
+pub(crate) const GOES_ON_COUNTING: [usize; 3] = [
+    GOES_ON_PLAINLY + 8,
+    GOES_ON_PLAINLY + 16,
+    GOES_ON_PLAINLY + 24,
+];
+pub(crate) const COUNTED_PENDING: usize = offset_of!(CpuState, engine.counted_pending);
 pub(crate) const LEFT_TO_POLL: usize = offset_of!(CpuState, engine.left_to_poll);
 pub(crate) const COUNTED_AS: usize = offset_of!(CpuState, engine.counted_as);
 pub(crate) const BOUNDS: usize = offset_of!(CpuState, engine.bounds);

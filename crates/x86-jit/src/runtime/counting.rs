@@ -4,7 +4,7 @@ use iced_x86::{Decoder, DecoderOptions};
 use x86_cpu::{CpuState, Retired, retired::outcome};
 use x86_defs::{
     control::cr4,
-    retired::{BRANCHES, INSTRUCTIONS},
+    retired::{BRANCHES, INSTRUCTIONS, RARE, STREAMS},
 };
 use x86_interp::{Interp, RunStop, events_of};
 
@@ -131,10 +131,15 @@ impl<B: JitBus> Jit<B> {
         self.code.address(self.code.trampolines.go_on(streams))
     }
 
-    /// Returns the trampolines by which code goes on that does not count, and code that counts one stream besides
-    /// instructions.
-    pub(crate) fn goes_on(&self) -> [u64; 2] {
-        let streams = [None, Some(Streams::of(0, 0))];
+    /// Returns the trampolines by which code goes on: see [`engine_frame::EngineFrame::set_goes_on`].
+    pub(crate) fn goes_on(&self) -> [u64; 4] {
+        const ALL: u16 = (1 << STREAMS) - 1;
+        let streams = [
+            None,
+            Some(Streams::of(0, 0)),
+            Some(Streams::of(RARE, 0)),
+            Some(Streams::of(ALL, 0)),
+        ];
         streams.map(|streams| self.code.address(self.code.trampolines.go_on(streams)))
     }
 

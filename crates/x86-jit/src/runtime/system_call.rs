@@ -61,11 +61,13 @@ impl<B: JitBus> Jit<B> {
     ) {
         let frame = &cpu.engine;
         let modes = [Mode::of_key(from_key), self.session.mode].map(Mode::streams);
-        let has_several = modes.iter().flatten().any(|s| s.are_several());
-        if frame.log() != 0 || bus.follows_levels() || has_several {
+        let [before, after] = modes;
+        // What is counted of one stream is added to the counts by generated code, and of several by Rust, later.
+        let changes_level = before.is_some() && after.is_some_and(|s| s.are_several());
+        let is_bounded = modes.iter().flatten().any(|s| s.are_bounded());
+        if frame.log() != 0 || bus.follows_levels() || changes_level || is_bounded {
             return;
         }
-        let [before, after] = modes;
         let (key, mut salt) = target_key(cpu);
         if before.is_some() != after.is_some() {
             // Nothing goes on if what is to be counted next cannot be.

@@ -502,29 +502,56 @@ pub(in crate::codegen) fn settle(a: &mut Asm, level: usize) {
     a.alu_mem_imm(true, Alu::Xor, gs(COUNTED_AS), LEVEL as i32);
 }
 
-/// Sets what code that does not count goes on with, once [`settle`] has settled what was counted. Changes r14 and flags.
-pub(in crate::codegen) fn keep_plainly(a: &mut Asm) {
+/// Sets what code that does not count goes on with. Of several streams, what was counted stays where polls leave it; what
+/// was counted of one has been settled by [`settle`]. Changes rdx, r14 and flags.
+pub(in crate::codegen) fn keep_plainly(a: &mut Asm, layout: Layout) {
+    if layout.has_several() {
+        a.mov(RDX, COUNTER);
+        take_off(a, layout);
+        a.mov(COUNTER, RDX);
+        a.store(gs(COUNTED_FROM), COUNTER);
+        a.store_imm(gs(COUNTED_PENDING), 1);
+    }
     a.mov(S0, COUNTER);
-    a.shift(true, 5, S0, Layout::One.shift());
+    a.shift(true, 5, S0, layout.shift());
     a.store(gs(COUNTED_TO), S0);
     a.store(gs(LEFT_TO_POLL), S0);
 }
 
-/// Sets what code of [`Layout::One`] goes on with behind code that does not count, as [`begin`] does; r14d has the key's
-/// lower half. Changes r14 and flags.
-pub(in crate::codegen) fn begin_at(a: &mut Asm, cpl: u8) {
-    let layout = Layout::One;
+/// Sets what counts from now on, by the key that has become the live one, at this CPL: it is in r14 then. Changes flags.
+pub(in crate::codegen) fn note_streams(a: &mut Asm, cpl: u8) {
+    a.load32(S0, gs(KEY));
     a.shift(false, 5, S0, Mode::STREAMS as u8);
     a.alu_imm(false, Alu::And, S0, (1 << Streams::BITS) - 1);
     if cpl != 0 {
         a.alu_imm(false, Alu::Or, S0, LEVEL as i32);
     }
     a.store(gs(COUNTED_AS), S0);
+}
+
+/// Emits branches that are taken if the streams in r14 are several, and if accesses to memory are among them. Changes r14
+/// and flags.
+pub(in crate::codegen) fn branch_by_layout(a: &mut Asm) -> [usize; 2] {
+    a.rr(false, &[0xf7], 0, S0); // test
+    a.imm32(Streams::AND_MEMORY.into());
+    let wide = a.jcc(cc::NE);
+    a.alu_imm(false, Alu::And, S0, Streams::SEVERAL.into());
+    a.alu_imm(false, Alu::Cmp, S0, Streams::SEVERAL.into());
+    [a.jcc(cc::E), wide]
+}
+
+/// Sets what code of this layout goes on with behind code that does not count, as [`begin`] does. Changes r14 and flags.
+pub(in crate::codegen) fn begin_at(a: &mut Asm, layout: Layout) {
+    for at in (0..4 * layout.words()).step_by(8) {
+        a.store_imm(gs(COUNTED_BESIDE + at), 0);
+    }
     a.mov_imm(S0, super::longest());
     a.alu_rr(true, Alu::Cmp, S0, COUNTER);
     a.rr(true, &[0x0f, 0x47], S0, COUNTER); // cmova
+    // All events' bits are set.
+    a.lea(S0, at(S0, 1));
     a.shift(true, 4, S0, layout.shift());
-    a.alu_imm(true, Alu::Or, S0, layout.events() as i32);
+    a.lea(S0, at(S0, -1));
     a.store(gs(COUNTED_FROM), S0);
     a.store(gs(COUNTED_TO), S0);
 }

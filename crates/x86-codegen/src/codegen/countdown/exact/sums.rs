@@ -86,12 +86,21 @@ impl Counted {
 /// executed.
 #[inline]
 pub fn take_counted(frame: &mut EngineFrame) -> Option<Counted> {
-    (frame.counted_from != 0).then(|| take(frame))
+    has_counted(frame).then(|| take(frame))
+}
+
+/// Returns true if code that counts runs, or has left counts behind.
+#[inline]
+fn has_counted(frame: &EngineFrame) -> bool {
+    frame.counted_from != 0 || frame.counted_pending != 0
 }
 
 fn take(frame: &mut EngineFrame) -> Counted {
     let counted = read(frame);
-    frame.counted_from = frame.counted_to;
+    if frame.counted_from != 0 {
+        frame.counted_from = frame.counted_to;
+    }
+    frame.counted_pending = 0;
     frame.counted = 0;
     let layout = Layout::of(counts_as(frame).0);
     if layout.is_bounded() {
@@ -106,11 +115,14 @@ fn take(frame: &mut EngineFrame) -> Counted {
 /// Returns the same, and leaves the counts as they are.
 #[inline]
 pub fn counted(frame: &EngineFrame) -> Option<Counted> {
-    (frame.counted_from != 0).then(|| read(frame))
+    has_counted(frame).then(|| read(frame))
 }
 
 fn read(frame: &EngineFrame) -> Counted {
-    let counted = frame.counted_from.wrapping_sub(frame.counted_to);
+    let counted = match frame.counted_from {
+        0 => 0,
+        from => from.wrapping_sub(frame.counted_to),
+    };
     let (streams, _) = counts_as(frame);
     let layout = Layout::of(streams);
     let left = counted >> layout.shift();
