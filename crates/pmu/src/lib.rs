@@ -49,14 +49,15 @@ mod select {
 }
 
 /// What an engine has to do for the counters as they are programmed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wants {
     /// Privilege levels at which retired events are tallied: bit 0 is CPL 0, bit 1 the others.
     pub levels: u8,
     /// Streams that are counted at one of these levels, a bit each.
     pub streams: u16,
-    /// For each stream, the number of its events until a counter can overflow whose overflow interrupts.
-    pub events_left: [Option<u64>; STREAMS],
+    /// For each stream, the number of its events until a counter can overflow whose overflow interrupts; `u64::MAX`:
+    /// never.
+    pub events_left: [u64; STREAMS],
     /// True if some counter counts cycles.
     pub has_cycles: bool,
     /// True if some counter counts cycles at some levels only, so that cycles have to be told apart by level.
@@ -66,6 +67,20 @@ pub struct Wants {
     pub cycles_left: Option<u64>,
 }
 
+impl Default for Wants {
+    /// Nothing is wanted.
+    fn default() -> Self {
+        Self {
+            levels: 0,
+            streams: 0,
+            events_left: [u64::MAX; STREAMS],
+            has_cycles: false,
+            splits_cycles: false,
+            cycles_left: None,
+        }
+    }
+}
+
 /// The counters of one vCPU.
 #[derive(Clone, Debug, Default)]
 pub struct Pmu {
@@ -73,6 +88,8 @@ pub struct Pmu {
     general: [Counter; MAX_GENERAL],
     selects: [u64; MAX_GENERAL],
     fixed: [Counter; MAX_FIXED],
+    /// The counters that count something, by their bits in the global registers.
+    running: u64,
     fixed_ctrl: u64,
     global_ctrl: u64,
     global_status: u64,
@@ -162,16 +179,11 @@ impl Pmu {
 
     /// Records the counters that have overflowed.
     pub fn settle(&mut self, now: &Tally) {
-        for n in 0..MAX_GENERAL {
-            if self.general[n].settle(now) {
-                self.global_status |= 1 << n;
-                self.interrupt |= self.selects[n] & select::INT != 0;
-            }
-        }
-        for n in 0..MAX_FIXED {
-            if self.fixed[n].settle(now) {
-                self.global_status |= 1 << (FIXED_SHIFT + n);
-                self.interrupt |= self.fixed_field(n) & 8 != 0;
+        for at in bits(self.running) {
+            let interrupts = self.interrupts(at);
+            if self.counter_mut(at).settle(now) {
+                self.global_status |= 1 << at;
+                self.interrupt |= interrupts;
             }
         }
     }
@@ -183,28 +195,46 @@ impl Pmu {
     /// Returns what has to be tallied from `now` on, and how far. The counters have been settled at `now`.
     pub fn wants(&self, now: &Tally) -> Wants {
         let mut wants = Wants::default();
-        let general = self.general.iter().zip(self.selects);
-        let general = general.map(|(c, s)| (c, s & select::INT != 0));
-        let fixed = (self.fixed.iter().enumerate()).map(|(n, c)| (c, self.fixed_field(n) & 8 != 0));
-        for (counter, interrupts) in general.chain(fixed) {
+        for at in bits(self.running) {
+            let counter = self.counter(at);
             let slots = counter.slots();
-            if slots == 0 {
-                continue;
-            }
-            let left = interrupts.then(|| counter.left(now));
+            let left = self.interrupts(at).then(|| counter.left(now));
             if slots == bit(CYCLES) {
                 wants.has_cycles = true;
                 wants.splits_cycles |= counter.levels() != levels::ALL;
-                lower(&mut wants.cycles_left, left);
+                wants.cycles_left = wants.cycles_left.into_iter().chain(left).min();
             } else {
                 wants.levels |= counter.levels();
                 wants.streams |= slots;
                 let (stream, most) = bound_of(slots);
-                let left = left.map(|left| left.div_ceil(most));
-                lower(&mut wants.events_left[stream], left);
+                if let Some(left) = left {
+                    let bound = &mut wants.events_left[stream];
+                    *bound = left.div_ceil(most).min(*bound);
+                }
             }
         }
         wants
+    }
+
+    /// Returns the counter with that bit in the global registers.
+    fn counter(&self, at: usize) -> &Counter {
+        match at.checked_sub(FIXED_SHIFT) {
+            Some(n) => &self.fixed[n % MAX_FIXED],
+            None => &self.general[at % MAX_GENERAL],
+        }
+    }
+    fn counter_mut(&mut self, at: usize) -> &mut Counter {
+        match at.checked_sub(FIXED_SHIFT) {
+            Some(n) => &mut self.fixed[n % MAX_FIXED],
+            None => &mut self.general[at % MAX_GENERAL],
+        }
+    }
+    /// Returns true if that counter's overflow interrupts.
+    const fn interrupts(&self, at: usize) -> bool {
+        match at.checked_sub(FIXED_SHIFT) {
+            Some(n) => self.fixed_field(n) & 8 != 0,
+            None => self.selects[at % MAX_GENERAL] & select::INT != 0,
+        }
     }
 
     /// Changes registers by `change`. Counters that run are settled first, and go on from there.
@@ -229,7 +259,7 @@ impl Pmu {
             };
             let of = |bit: u64, level: u8| if select & bit != 0 { level } else { 0 };
             let levels = of(select::OS, levels::OS) | of(select::USR, levels::USR);
-            self.general[n].program(slots, levels, now);
+            self.program(n, slots, levels, now);
         }
         for n in 0..usize::from(self.config.fixed).min(MAX_FIXED) {
             let enabled = !frozen
@@ -237,7 +267,16 @@ impl Pmu {
                 && self.filter.as_ref().is_none_or(|f| f.allows_fixed(n));
             let levels = (self.fixed_field(n) & 3) as u8;
             let slots = if enabled { bit(events::FIXED[n]) } else { 0 };
-            self.fixed[n].program(slots, levels, now);
+            self.program(FIXED_SHIFT + n, slots, levels, now);
+        }
+    }
+    /// Has a counter, which has been settled, count something else or nothing.
+    fn program(&mut self, at: usize, slots: u16, levels: u8, now: &Tally) {
+        let was_running = self.running >> at & 1 != 0;
+        let runs = slots != 0 && levels != 0;
+        if was_running || runs {
+            self.counter_mut(at).program(slots, levels, now);
+            self.running = self.running & !(1 << at) | u64::from(runs) << at;
         }
     }
 
@@ -257,12 +296,13 @@ impl Pmu {
     }
 }
 
-/// Makes a bound the lower one of two, of which each may be missing.
-fn lower(bound: &mut Option<u64>, other: Option<u64>) {
-    *bound = match (*bound, other) {
-        (Some(a), Some(b)) => Some(a.min(b)),
-        (a, b) => a.or(b),
-    };
+/// Returns the numbers of the bits that are set.
+fn bits(mut rest: u64) -> impl Iterator<Item = usize> {
+    core::iter::from_fn(move || {
+        let bit = rest.trailing_zeros() as usize;
+        rest &= rest.wrapping_sub(1);
+        (bit < 64).then_some(bit)
+    })
 }
 
 /// Returns the stream that bounds a counter of these streams, and how many events of the counter an event of that

@@ -236,9 +236,9 @@ fn counters_stand_still_in_smm_if_they_are_told_to() {
 }
 
 /// Returns bounds of which there is only one.
-fn only(stream: usize, left: u64) -> [Option<u64>; STREAMS] {
-    let mut bounds = [None; STREAMS];
-    bounds[stream] = Some(left);
+fn only(stream: usize, left: u64) -> [u64; STREAMS] {
+    let mut bounds = [u64::MAX; STREAMS];
+    bounds[stream] = left;
     bounds
 }
 
@@ -253,7 +253,7 @@ fn a_counter_bounds_its_own_stream() {
     }
     set(&mut pmu, IA32_PERF_GLOBAL_CTRL, 7, &now);
     let mut bounds = only(NEAR_RETURNS, 5);
-    bounds[CONDITIONAL] = Some(70);
+    bounds[CONDITIONAL] = 70;
     assert_eq!(pmu.wants(&now).events_left, bounds);
 }
 

@@ -3,10 +3,7 @@
 use irqchip::{Accepted, lapic::LocalSource};
 use pmu::{Config, Refused, Tally, Vendor, Wants};
 use x86_cpu::{CpuState, Exception, Fault, Retired};
-use x86_defs::{
-    msr::*,
-    retired::{INSTRUCTIONS, STREAMS},
-};
+use x86_defs::{msr::*, retired::INSTRUCTIONS};
 
 use super::{
     bus::Bus,
@@ -176,7 +173,7 @@ impl Bus {
         let Wants {
             levels,
             streams,
-            events_left,
+            events_left: mut left,
             has_cycles,
             splits_cycles,
             cycles_left,
@@ -184,7 +181,6 @@ impl Bus {
         c.levels = levels;
         cpu.retired.levels = levels;
         cpu.retired.streams = streams;
-        let mut left: [u64; STREAMS] = events_left.map(|left| left.unwrap_or(NEVER));
         let instructions = &mut left[INSTRUCTIONS];
         *instructions = instructions.saturating_add(own);
         if !c.has_cycles && has_cycles {
