@@ -13,17 +13,35 @@ use crate::{Error, Result};
 /// Guest TSC of one vCPU as a function of the host's: `host × ratio >> 32 + offset`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TscParams {
-    /// Frequency in kHz.
+    /// Frequency in kHz, as the VMM has set it.
     pub(crate) khz: u32,
     ratio: u64,
     /// Added after scaling.
     pub(crate) offset: u64,
 }
 
+/// How far a frequency may be from the host's that is still taken for it, in millionths. It is KVM's
+/// `tsc_tolerance_ppm`: two hosts, or two measurements of one, differ by that much.
+const TOLERANCE_PPM: u64 = 250;
+
 impl TscParams {
     fn new(khz: u32, offset: u64) -> Self {
-        let ratio = (u64::from(khz) << 32) / u64::from(cpu::tsc_khz().max(1));
+        let [host, wanted] = [cpu::tsc_khz().max(1), khz].map(u64::from);
+        let is_close = wanted.abs_diff(host) * 1_000_000 <= host * TOLERANCE_PPM;
+        let ratio = if is_close {
+            1 << 32
+        } else {
+            (wanted << 32) / host
+        };
         Self { khz, ratio, offset }
+    }
+    /// Returns the frequency in kHz that the guest's TSC has.
+    pub(crate) fn real_khz(&self) -> u32 {
+        if self.ratio == 1 << 32 {
+            cpu::tsc_khz()
+        } else {
+            self.khz
+        }
     }
     /// Returns the host's TSC scaled to the guest's frequency, without the offset.
     #[inline]
@@ -220,6 +238,21 @@ pub(crate) fn pvclock_scale(khz: u32) -> (u32, i8) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_frequency_close_to_the_hosts_is_the_hosts() {
+        let host = cpu::tsc_khz();
+        let ppm = |n: u32| (u64::from(host) * u64::from(n) / 1_000_000) as u32;
+        for khz in [host + ppm(240), host - ppm(240), host + 1] {
+            let close = TscParams::new(khz, 5);
+            assert_eq!((close.khz, close.real_khz()), (khz, host));
+            assert_eq!(close.plain_offset(), Some(5));
+        }
+        for khz in [host + ppm(260), host - ppm(260), host / 2] {
+            let other = TscParams::new(khz, 5);
+            assert_eq!((other.real_khz(), other.plain_offset()), (khz, None));
+        }
+    }
 
     #[test]
     fn pvclock_scale_gives_nanoseconds() {

@@ -58,7 +58,7 @@ impl Reference {
     /// Returns `None` for a TSC so slow that the scale does not fit.
     fn new(tsc: TscParams, (host_tsc, kvmclock_ns): (u64, u64)) -> Option<Self> {
         // A second has 10^7 units and khz × 1000 ticks.
-        let scale = (10_000u128 << 64).checked_div(tsc.khz.into())?;
+        let scale = (10_000u128 << 64).checked_div(tsc.real_khz().into())?;
         let scale = u64::try_from(scale).ok()?;
         let mut reference = Self { scale, offset: 0 };
         reference.offset =

@@ -33,7 +33,7 @@ impl Bus {
         Now {
             ns: host::clock::monotonic_ns(),
             tsc: self.tsc.guest(host::cpu::rdtsc()),
-            tsc_khz: self.tsc.khz,
+            tsc_khz: self.tsc.real_khz(),
         }
     }
     /// Returns the time for a LAPIC register access. The clock is read only if the register depends on time: few do,

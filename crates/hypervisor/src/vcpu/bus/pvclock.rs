@@ -40,7 +40,7 @@ impl Bus {
         }
         let gpa = self.pv.system_time & !ENABLE;
         let (host_tsc, kvmclock_ns) = self.vm.clock.master();
-        let (mul, shift) = pvclock_scale(self.tsc.khz);
+        let (mul, shift) = pvclock_scale(self.tsc.real_khz());
         // If the registered address has no memory, the guest gets no clock, as in KVM.
         let Some(before) = self.vm.memory.read_gpa(gpa, 4) else {
             return;
