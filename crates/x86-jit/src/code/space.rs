@@ -50,13 +50,14 @@ impl CodeSpace {
     /// Makes a space with a buffer of at least `bytes` bytes and trampolines that call the functions `serve` and
     /// `handle`. `None` if the host does not allow that.
     pub(crate) fn new(bytes: usize, isa: Isa, [serve, handle]: [u64; 2]) -> Option<Self> {
-        let mut buffer = CodeBuffer::new(bytes.max(CodeLayout::LEAST)).ok()?;
-        let mut end = 0;
-        let trampolines = AllTrampolines::emit(isa, serve, handle, |at, code| {
-            buffer.write(at, code);
-            end = at + code.len();
+        let mut code = Vec::new();
+        let trampolines = AllTrampolines::emit(isa, serve, handle, |at, part| {
+            code.resize(at, 0);
+            code.extend_from_slice(part);
         });
-        let end = end.next_multiple_of(TRAMPOLINES_ALIGN);
+        let end = code.len().next_multiple_of(TRAMPOLINES_ALIGN);
+        let mut buffer = CodeBuffer::new(bytes.max(end + CodeLayout::LEAST)).ok()?;
+        buffer.write(0, &code);
         Some(Self {
             layout: CodeLayout::new(end..buffer.len()),
             buffer,

@@ -296,23 +296,21 @@ fn set_budget(a: &mut Asm, layout: Layout) {
     a.alu_rr(true, Alu::Cmp, COUNTER, S0);
     // cmova
     a.rr(true, &[0x0f, 0x47], COUNTER, S0);
-    match layout {
-        Layout::One => {
-            a.shift(true, 4, COUNTER, layout.shift());
-            a.alu_imm(true, Alu::Or, COUNTER, layout.events() as i32);
-        }
-        Layout::Several | Layout::Wide => {
-            a.lea(COUNTER, at(COUNTER, 1));
-            a.shift(true, 4, COUNTER, layout.shift());
-            a.lea(COUNTER, at(COUNTER, -1));
-        }
-        Layout::Bounded | Layout::WideBounded => {
-            a.shift(true, 4, COUNTER, layout.shift());
-            bounds::begin_sums(a, layout);
-            a.load(S0, gs(EVENTS_LEFT));
-        }
+    if layout.is_bounded() {
+        a.shift(true, 4, COUNTER, layout.shift());
+        bounds::begin_sums(a, layout);
+        a.load(S0, gs(EVENTS_LEFT));
+    } else {
+        begin_unbounded(a, layout, COUNTER);
     }
     a.store(gs(COUNTED_FROM), COUNTER);
+}
+
+/// Makes a number of instructions the countdown for these, with the other sums in it at [`Layout::events`]. Changes flags.
+fn begin_unbounded(a: &mut Asm, layout: Layout, r: Reg) {
+    a.lea(r, at(r, 1));
+    a.shift(true, 4, r, layout.shift());
+    a.lea(r, at(r, -1));
 }
 
 /// Adds to [`COUNTED`] and the other sums what has been counted, which is still in the countdown. Changes the
@@ -548,10 +546,7 @@ pub(in crate::codegen) fn begin_at(a: &mut Asm, layout: Layout) {
     a.mov_imm(S0, super::longest());
     a.alu_rr(true, Alu::Cmp, S0, COUNTER);
     a.rr(true, &[0x0f, 0x47], S0, COUNTER); // cmova
-    // All events' bits are set.
-    a.lea(S0, at(S0, 1));
-    a.shift(true, 4, S0, layout.shift());
-    a.lea(S0, at(S0, -1));
+    begin_unbounded(a, layout, S0);
     a.store(gs(COUNTED_FROM), S0);
     a.store(gs(COUNTED_TO), S0);
 }
