@@ -18,6 +18,7 @@ use long_mode::{Machine, PML4, STACK};
 const CALLS: u32 = 20_000;
 const USER_CODE: u64 = 0x5000;
 const KERNEL_CODE: u64 = 0x6000;
+const ENDLESS: u64 = 0x7000;
 const GDT: u64 = 0x8000;
 const IDT: u64 = 0x9000;
 /// gpa 0 for the user.
@@ -59,6 +60,18 @@ fn program(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.ret()
 }
 
+/// Calls without end, each in one block with a string so long that more is charged than was left until the next poll.
+fn endless(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    let mut again = a.create_label();
+    a.mov(edi, 1)?;
+    a.set_label(&mut again)?;
+    a.mov(rsi, USER)?;
+    a.mov(ecx, 0x3000)?;
+    a.rep().lodsb()?;
+    a.syscall()?;
+    a.jmp(again)
+}
+
 fn kernel(a: &mut CodeAssembler) -> Result<(), IcedError> {
     let [mut end, mut back] = [(); 2].map(|()| a.create_label());
     a.cmp(edi, END)?;
@@ -89,6 +102,7 @@ fn machine() -> (Machine, VcpuFd) {
         m.write(at, &u64::to_le_bytes(entry));
     }
     m.load(USER_CODE, program);
+    m.load(ENDLESS, endless);
     m.load(KERNEL_CODE, kernel);
     let vcpu = Vendor::Intel.vcpu(&m, KERNEL_CODE);
     m.handle_page_faults(&vcpu, [GDT, IDT], KERNEL_CODE);
@@ -102,9 +116,9 @@ fn machine() -> (Machine, VcpuFd) {
     (m, vcpu)
 }
 
-/// Runs the program with these event selects, and the first counter so many events before its overflow. Returns what has
-/// been counted, and the counters that have overflowed.
-fn run(vcpu: &mut VcpuFd, selects: &[u64], left: u64) -> (Vec<u64>, u64) {
+/// Has the vCPU execute user code from `rip` on, with these event selects, and the first counter so many events before its
+/// overflow.
+fn begin(vcpu: &VcpuFd, rip: u64, selects: &[u64], left: u64) {
     for n in 0..8 {
         assert!(set_msr(vcpu, PERFEVTSEL0 + n, 0));
         assert!(set_msr(vcpu, PMC0 + n, 0));
@@ -122,12 +136,18 @@ fn run(vcpu: &mut VcpuFd, selects: &[u64], left: u64) -> (Vec<u64>, u64) {
     }
     vcpu.set_sregs(&sregs).unwrap();
     vcpu.set_regs(&kvm_regs {
-        rip: USER + USER_CODE,
+        rip,
         rsp: USER + STACK,
         rflags: 2,
         ..Default::default()
     })
     .unwrap();
+}
+
+/// Runs the program with these event selects, and the first counter so many events before its overflow. Returns what has
+/// been counted, and the counters that have overflowed.
+fn run(vcpu: &mut VcpuFd, selects: &[u64], left: u64) -> (Vec<u64>, u64) {
+    begin(vcpu, USER + USER_CODE, selects, left);
     match vcpu.run().unwrap() {
         VcpuExit::IoOut(..) => {}
         other => panic!("{other:?}"),
@@ -176,4 +196,26 @@ fn each_level_counts_what_it_retires() {
     let interpreted = stats_fd::counter(&vcpu, "jit_interpreted") - insns;
     let is_translated = std::env::var("ANYKVM_ENGINE").as_deref() != Ok("interp");
     assert!(!is_translated || interpreted < 10 * u64::from(CALLS / 64));
+}
+
+#[test]
+fn a_guest_that_calls_without_end_can_be_stopped() {
+    let (_m, mut vcpu) = machine();
+    for levels in [USR, OS, OS | USR] {
+        for events in [&[0xc0][..], &[0xc0, 0xc4], &[0xc4, 0x8c4, 0x81d0]] {
+            let selects: Vec<u64> = events.iter().map(|event| event | levels).collect();
+            begin(&vcpu, USER + ENDLESS, &selects, 1 << 46);
+            for _ in 0..3 {
+                let stopper = vcpu.stopper().unwrap();
+                let stops = std::thread::spawn(move || {
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                    stopper.kick();
+                });
+                let begun = std::time::Instant::now();
+                assert_eq!(vcpu.run().unwrap_err().errno(), libc::EINTR);
+                assert!(begun.elapsed().as_secs() < 5);
+                stops.join().unwrap();
+            }
+        }
+    }
 }

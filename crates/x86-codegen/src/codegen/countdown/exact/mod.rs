@@ -511,9 +511,17 @@ pub(in crate::codegen) fn keep_plainly(a: &mut Asm, layout: Layout) {
         a.store_imm(gs(COUNTED_PENDING), 1);
     }
     a.mov(S0, COUNTER);
-    a.shift(true, 5, S0, layout.shift());
+    a.shift(true, 7, S0, layout.shift()); // sar
+    raise_to_zero(a, S0);
     a.store(gs(COUNTED_TO), S0);
     a.store(gs(LEFT_TO_POLL), S0);
+}
+
+/// Makes a negative number 0: what takes long may have charged more than was left. Changes rdx and flags.
+fn raise_to_zero(a: &mut Asm, r: Reg) {
+    a.mov_imm(RDX, 0);
+    a.alu_rr(true, Alu::Cmp, r, RDX);
+    a.rr(true, &[0x0f, 0x4c], r, RDX); // cmovl
 }
 
 /// Sets what counts from now on, by the key that has become the live one, at this CPL: it is in r14 then. Changes flags.
@@ -538,14 +546,16 @@ pub(in crate::codegen) fn branch_by_layout(a: &mut Asm) -> [usize; 2] {
     [a.jcc(cc::E), wide]
 }
 
-/// Sets what code of this layout goes on with behind code that does not count, as [`begin`] does. Changes r14 and flags.
+/// Sets what code of this layout goes on with behind code that does not count, as [`begin`] does. Changes rdx, r14 and
+/// flags.
 pub(in crate::codegen) fn begin_at(a: &mut Asm, layout: Layout) {
     for at in (0..4 * layout.words()).step_by(8) {
         a.store_imm(gs(COUNTED_BESIDE + at), 0);
     }
     a.mov_imm(S0, super::longest());
     a.alu_rr(true, Alu::Cmp, S0, COUNTER);
-    a.rr(true, &[0x0f, 0x47], S0, COUNTER); // cmova
+    a.rr(true, &[0x0f, 0x4f], S0, COUNTER); // cmovg
+    raise_to_zero(a, S0);
     begin_unbounded(a, layout, S0);
     a.store(gs(COUNTED_FROM), S0);
     a.store(gs(COUNTED_TO), S0);
