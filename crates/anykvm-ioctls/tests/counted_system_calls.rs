@@ -60,14 +60,14 @@ fn program(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.ret()
 }
 
-/// Calls without end, each in one block with a string so long that more is charged than was left until the next poll.
+/// Calls without end, each in one block with so many PAUSEs that more is charged than was left until the next poll.
 fn endless(a: &mut CodeAssembler) -> Result<(), IcedError> {
     let mut again = a.create_label();
     a.mov(edi, 1)?;
     a.set_label(&mut again)?;
-    a.mov(rsi, USER)?;
-    a.mov(ecx, 0x3000)?;
-    a.rep().lodsb()?;
+    for _ in 0..110 {
+        a.pause()?;
+    }
     a.syscall()?;
     a.jmp(again)
 }
