@@ -13,7 +13,7 @@ use counting::*;
 use guest::set_msr;
 use iced_x86::code_asm::*;
 use kvm_bindings::kvm_regs;
-use long_mode::{Machine, PML4, STACK};
+use long_mode::{Machine, PML4, STACK, become_user};
 
 const CALLS: u32 = 20_000;
 const USER_CODE: u64 = 0x5000;
@@ -25,10 +25,6 @@ const IDT: u64 = 0x9000;
 const USER: u64 = 0x20_0000;
 const END: i32 = 0xff;
 const PORT: u32 = 0x10;
-
-const STAR: u32 = 0xc000_0081;
-const LSTAR: u32 = 0xc000_0082;
-const FMASK: u32 = 0xc000_0084;
 
 /// Bits of an event select: enabled, and counting at a level.
 const ENABLED: u64 = 1 << 22;
@@ -106,13 +102,6 @@ fn machine() -> (Machine, VcpuFd) {
     m.load(KERNEL_CODE, kernel);
     let vcpu = Vendor::Intel.vcpu(&m, KERNEL_CODE);
     m.handle_page_faults(&vcpu, [GDT, IDT], KERNEL_CODE);
-    for (index, value) in [
-        (STAR, 0x0010_0008 << 32),
-        (LSTAR, KERNEL_CODE),
-        (FMASK, 0x4_0700),
-    ] {
-        assert!(set_msr(&vcpu, index, value));
-    }
     (m, vcpu)
 }
 
@@ -129,12 +118,7 @@ fn begin(vcpu: &VcpuFd, rip: u64, selects: &[u64], left: u64) {
     for (n, select) in (0..).zip(selects) {
         assert!(set_msr(vcpu, PERFEVTSEL0 + n, *select));
     }
-    let mut sregs = vcpu.get_sregs().unwrap();
-    sregs.efer |= 1;
-    for (segment, selector) in [(&mut sregs.cs, 0x23), (&mut sregs.ss, 0x1b)] {
-        (segment.dpl, segment.selector) = (3, selector);
-    }
-    vcpu.set_sregs(&sregs).unwrap();
+    become_user(vcpu, KERNEL_CODE);
     vcpu.set_regs(&kvm_regs {
         rip,
         rsp: USER + STACK,

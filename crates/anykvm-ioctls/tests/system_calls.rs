@@ -7,8 +7,7 @@ mod long_mode;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
 use iced_x86::code_asm::*;
-use kvm_bindings::{Msrs, kvm_msr_entry};
-use long_mode::{Machine, PML4, STACK, set_cr4, set_xcr0};
+use long_mode::{Machine, PML4, STACK, become_user, set_cr4, set_xcr0};
 use vm_memory::{Bytes, GuestAddress};
 
 const CALLS: u64 = 6000;
@@ -34,9 +33,6 @@ const NO_ACCESS: u64 = 1 << 6;
 const CR0_WP: u64 = 1 << 16;
 const CR4_PKE: u64 = 1 << 22;
 const CR4_OSXSAVE: u64 = 1 << 18;
-const STAR: u32 = 0xc000_0081;
-const LSTAR: u32 = 0xc000_0082;
-const FMASK: u32 = 0xc000_0084;
 
 /// What the user asks for: nothing, or one of these.
 const TOGGLE_WP: [u64; 2] = [1, 6];
@@ -150,30 +146,10 @@ fn machine() -> (Machine, VcpuFd) {
 
 /// Has the vCPU execute the user's code.
 fn enter_user(vcpu: &VcpuFd) {
+    become_user(vcpu, KERNEL_CODE);
     let mut sregs = vcpu.get_sregs().unwrap();
-    sregs.efer |= 1;
     sregs.cr0 |= CR0_WP;
-    for (segment, selector) in [
-        (&mut sregs.cs, 0x23),
-        (&mut sregs.ss, 0x1b),
-        (&mut sregs.ds, 0x1b),
-        (&mut sregs.es, 0x1b),
-    ] {
-        (segment.dpl, segment.selector) = (3, selector);
-    }
     vcpu.set_sregs(&sregs).unwrap();
-    let msr = |index, data| kvm_msr_entry {
-        index,
-        data,
-        ..Default::default()
-    };
-    let msrs = [
-        msr(STAR, 0x0010_0008 << 32),
-        msr(LSTAR, KERNEL_CODE),
-        msr(FMASK, 0x4_0700),
-    ];
-    let set = vcpu.set_msrs(&Msrs::from_entries(&msrs).unwrap());
-    assert_eq!(set.unwrap(), msrs.len());
     let mut regs = vcpu.get_regs().unwrap();
     regs.rsp = USER + STACK;
     vcpu.set_regs(&regs).unwrap();

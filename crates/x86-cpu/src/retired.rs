@@ -62,8 +62,9 @@ impl Retired {
     }
     /// Sets for each stream after how many events a counter may overflow; `u64::MAX`: never.
     ///
-    /// A number that is far away bounds instructions instead, of which there are more. Operating systems have every
-    /// counter interrupt, as they count beyond its width, and engines look for such bounds all the time.
+    /// A number that is far away bounds instructions instead, of which there are more. An operating system has every
+    /// counter interrupt, because it counts beyond the counter's width; an engine that heeded those bounds for each
+    /// event would do so all the time.
     pub fn bound(&mut self, left: &[u64; STREAMS]) {
         self.left = u64::MAX;
         self.events_left = [u64::MAX; STREAMS];

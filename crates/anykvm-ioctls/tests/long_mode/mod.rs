@@ -5,7 +5,7 @@
 
 use anykvm_ioctls::{Kvm, VcpuFd, VmFd};
 use iced_x86::code_asm::*;
-use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_xcrs};
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry, kvm_regs, kvm_segment, kvm_xcrs};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 const MEMORY: usize = 2 << 20;
@@ -170,4 +170,34 @@ pub(crate) fn counted<const N: usize>(
     f(vcpu);
     let after = read(vcpu);
     core::array::from_fn(|n| after[n] - before[n])
+}
+
+/// Has the vCPU execute user code in flat segments, whose SYSCALL leads to `kernel`.
+pub(crate) fn become_user(vcpu: &VcpuFd, kernel: u64) {
+    const STAR: u32 = 0xc000_0081;
+    const LSTAR: u32 = 0xc000_0082;
+    const FMASK: u32 = 0xc000_0084;
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.efer |= 1;
+    for (segment, selector) in [
+        (&mut sregs.cs, 0x23),
+        (&mut sregs.ss, 0x1b),
+        (&mut sregs.ds, 0x1b),
+        (&mut sregs.es, 0x1b),
+    ] {
+        (segment.dpl, segment.selector) = (3, selector);
+    }
+    vcpu.set_sregs(&sregs).unwrap();
+    let msr = |index, data| kvm_msr_entry {
+        index,
+        data,
+        ..Default::default()
+    };
+    let msrs = [
+        msr(STAR, 0x0010_0008 << 32),
+        msr(LSTAR, kernel),
+        msr(FMASK, 0x4_0700),
+    ];
+    let set = vcpu.set_msrs(&Msrs::from_entries(&msrs).unwrap());
+    assert_eq!(set.unwrap(), msrs.len());
 }

@@ -132,19 +132,15 @@ impl ToCounting {
         let is_near = exact::branch_if_near(a);
         a.patch(is_near, self.back);
         exact::note_streams(a, self.cpl);
-        let [one, several, wide] = GOES_ON_COUNTING;
-        let others = exact::branch_by_layout(a);
+        let [several, wide] = exact::branch_by_layout(a);
         let ways = [
-            (Layout::One, one),
-            (Layout::Several, several),
-            (Layout::Wide, wide),
+            (None, Layout::One),
+            (Some(several), Layout::Several),
+            (Some(wide), Layout::Wide),
         ];
-        for ((layout, go_on), from) in ways
-            .into_iter()
-            .zip([None].into_iter().chain(others.map(Some)))
-        {
-            let here = a.here();
+        for ((from, layout), go_on) in ways.into_iter().zip(GOES_ON_COUNTING) {
             if let Some(from) = from {
+                let here = a.here();
                 a.patch(from, here);
             }
             change_kind(a, go_on);

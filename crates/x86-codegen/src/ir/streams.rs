@@ -17,10 +17,10 @@ pub struct Streams(u8);
 /// Numbers of several streams, which no single stream has. Three bits can be added: streams are counted that depend on
 /// whether a branch is taken; code has to be left after a certain number of a stream's events, as a counter may
 /// overflow; and accesses to memory are counted.
-const SEVERAL: u8 = Streams::SEVERAL;
+pub(crate) const SEVERAL: u8 = 12;
 const AND_TAKEN: u8 = 1;
 const BOUNDED: u8 = 2;
-const AND_MEMORY: u8 = Streams::AND_MEMORY;
+pub(crate) const AND_MEMORY: u8 = 16;
 const _: () = {
     let all = SEVERAL | AND_TAKEN | BOUNDED | AND_MEMORY;
     assert!(ALONE <= SEVERAL as usize && all.trailing_ones() == Streams::BITS);
@@ -105,9 +105,6 @@ const SINGLE: [[usize; 1]; ALONE] = {
 impl Streams {
     /// Number of bits of [`Self::number`].
     pub(crate) const BITS: u32 = 5;
-    /// Bits of the number of several streams, and of those with accesses to memory.
-    pub(crate) const SEVERAL: u8 = 12;
-    pub(crate) const AND_MEMORY: u8 = 16;
 
     /// Returns what has to be counted for a mask of streams that somebody counts. `bounded`: those of which only so many
     /// events may be counted until the run loop is returned to. Only several streams have such bounds. (If only

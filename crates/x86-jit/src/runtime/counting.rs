@@ -10,13 +10,10 @@ use x86_interp::{Interp, RunStop, events_of};
 
 use crate::{
     Jit, JitBus,
+    code::space::CodeSpace,
     runtime::state::{is_countable, is_translatable},
 };
-use x86_codegen::{
-    codegen::countdown::exact,
-    frame::{exit::Reason, targets::salt_of},
-    ir::streams::Streams,
-};
+use x86_codegen::{codegen::countdown::exact, frame::exit::Reason, ir::streams::Streams};
 
 /// What the instructions between two changes of level count for at least, where one of the two levels is counted. So a
 /// guest that changes the level all the time comes to a poll, too.
@@ -96,6 +93,18 @@ impl Shortened {
     }
 }
 
+/// Returns the trampolines by which code goes on: see [`engine_frame::EngineFrame::set_goes_on`].
+pub(crate) fn goes_on(code: &CodeSpace) -> [u64; 4] {
+    const ALL: u16 = (1 << STREAMS) - 1;
+    let streams = [
+        None,
+        Some(Streams::of(0, 0)),
+        Some(Streams::of(RARE, 0)),
+        Some(Streams::of(ALL, 0)),
+    ];
+    streams.map(|streams| code.address(code.trampolines.go_on(streams)))
+}
+
 impl<B: JitBus> Jit<B> {
     /// Returns where to go on for `code` of the current mode, with `left` instructions until the next poll. `counted`:
     /// the code that has called Rust counts. Code 0 is returned as it is.
@@ -131,18 +140,6 @@ impl<B: JitBus> Jit<B> {
         self.code.address(self.code.trampolines.go_on(streams))
     }
 
-    /// Returns the trampolines by which code goes on: see [`engine_frame::EngineFrame::set_goes_on`].
-    pub(crate) fn goes_on(&self) -> [u64; 4] {
-        const ALL: u16 = (1 << STREAMS) - 1;
-        let streams = [
-            None,
-            Some(Streams::of(0, 0)),
-            Some(Streams::of(RARE, 0)),
-            Some(Streams::of(ALL, 0)),
-        ];
-        streams.map(|streams| self.code.address(self.code.trampolines.go_on(streams)))
-    }
-
     /// Follows a change of the privilege level by an instruction that counts at the level it begins at. If only one of
     /// the two levels is counted, code of the other kind comes next. The salt is then that of no key, so the target
     /// table has no target for the branch that comes next, and it goes by
@@ -161,7 +158,7 @@ impl<B: JitBus> Jit<B> {
             return;
         }
         frame.counted_salt = frame.salt;
-        frame.salt = salt_of(0);
+        frame.salt = frame.no_salt;
         if frame.log() != 0 || counts && !is_countable {
             return;
         }

@@ -43,8 +43,8 @@ use crate::{
 };
 use x86_codegen::{
     asm::Isa, codegen::Translator, frame::entries::Entries, frame::exit::Left, frame::keys::Keys,
-    frame::levels::LevelChange, frame::switches::Switch, ir::cause::Cause, ir::decoded::Decoded,
-    ir::lowering::Forms, ir::mode::Mode, plan::groups::Groups,
+    frame::levels::LevelChange, frame::switches::Switch, frame::targets::salt_of, ir::cause::Cause,
+    ir::decoded::Decoded, ir::lowering::Forms, ir::mode::Mode, plan::groups::Groups,
 };
 
 /// Bytes of translated code per vCPU. A compiler's takes 80 MiB.
@@ -128,6 +128,10 @@ pub(crate) struct Session<B: JitBus> {
     pub(crate) switches: Entries<Switch>,
     /// Changes of the privilege level that generated code makes by itself.
     pub(crate) levels: Entries<LevelChange>,
+    /// What [`counting::goes_on`] returns.
+    pub(crate) goes_on: [u64; 4],
+    /// The salt that no key has.
+    pub(crate) no_salt: u64,
 }
 
 /// What tests disturb.
@@ -172,6 +176,7 @@ impl<B: JitBus> Jit<B> {
         let code = CodeSpace::new(bytes, isa, functions)?;
         let trampolines = code.trampolines;
         let address = code.address(0);
+        let goes_on = counting::goes_on(&code);
         Some(Box::new(Self {
             code,
             builder: Builder {
@@ -204,6 +209,8 @@ impl<B: JitBus> Jit<B> {
                 keys: Keys::default(),
                 switches: Entries::default(),
                 levels: Entries::default(),
+                goes_on,
+                no_salt: salt_of(0),
             },
             disturbance: Disturbance {
                 flush_every: 0,

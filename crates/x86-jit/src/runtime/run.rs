@@ -19,7 +19,6 @@ use x86_codegen::{
     codegen::countdown,
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
-    frame::targets::salt_of,
     ir::segment::page_of,
 };
 
@@ -198,9 +197,8 @@ impl<B: JitBus> Jit<B> {
             bus: &raw mut *bus,
             left: Left::Again,
         };
-        let goes_on = self.goes_on();
         let frame = &mut cpu.engine;
-        frame.no_salt = salt_of(0);
+        frame.no_salt = self.session.no_salt;
         frame.argument = 0;
         frame.flags = pack(cpu.rflags);
         // SAFETY: translated code runs until `f` returns, and `context` lives longer. `entry` is an entry of a block,
@@ -214,7 +212,7 @@ impl<B: JitBus> Jit<B> {
             frame.set_keys(self.session.keys.address());
             frame.set_switches(self.session.switches.address());
             frame.set_levels(self.session.levels.address());
-            frame.set_goes_on(goes_on);
+            frame.set_goes_on(self.session.goes_on);
             frame.set_switch_epochs(&raw const *bus.mmu().switch_epochs() as u64);
         }
         frame.wanted_root = 0;

@@ -30,7 +30,7 @@ use crate::{
     frame::words::*,
     ir::{
         mode::Mode,
-        streams::{IN_COUNTDOWN, Streams},
+        streams::{AND_MEMORY, IN_COUNTDOWN, SEVERAL, Streams},
     },
 };
 use x86_defs::retired::INSTRUCTIONS;
@@ -475,23 +475,24 @@ pub(in crate::codegen) fn branch_if_near(a: &mut Asm) -> usize {
     a.jcc(cc::B)
 }
 
+/// Does what [`take_off`] does in the middle of a budget, which stays. Changes rdx, r14 and flags.
+fn take_off_within(a: &mut Asm, layout: Layout) {
+    a.mov(RDX, COUNTER);
+    take_off(a, layout);
+    a.mov(COUNTER, RDX);
+    a.store(gs(COUNTED_FROM), COUNTER);
+}
+
 /// Adds to [`Retired::counts`] at a level what code of [`Layout::One`] has counted, which goes on counting. Changes rdx,
-/// r13, r14 and flags.
+/// r14 and flags.
 ///
 /// [`Retired::counts`]: x86_cpu::Retired::counts
 pub(in crate::codegen) fn settle(a: &mut Asm, level: usize) {
-    let layout = Layout::One;
-    a.load(S0, gs(COUNTED_FROM));
-    a.alu_rr(true, Alu::Sub, S0, COUNTER);
-    a.store(gs(COUNTED_FROM), COUNTER);
-    a.mov(S1, S0);
-    a.shift(true, 5, S1, layout.shift());
-    a.rm(true, &[0x29], S1, gs(EVENTS_LEFT)); // sub
-    a.alu(true, Alu::Add, S1, gs(COUNTED));
+    take_off_within(a, Layout::One);
+    a.load(S0, gs(COUNTED));
     a.store_imm(gs(COUNTED), 0);
-    a.rm(true, &[0x01], S1, gs(retired(level, INSTRUCTIONS))); // add
-    a.alu_imm(false, Alu::And, S0, layout.events() as i32);
-    a.alu(true, Alu::Add, S0, gs(COUNTED_EVENTS));
+    a.rm(true, &[0x01], S0, gs(retired(level, INSTRUCTIONS))); // add
+    a.load(S0, gs(COUNTED_EVENTS));
     a.store_imm(gs(COUNTED_EVENTS), 0);
     a.load32(RDX, gs(COUNTED_AS));
     a.alu_imm(false, Alu::And, RDX, (1 << Streams::BITS) - 1);
@@ -504,10 +505,7 @@ pub(in crate::codegen) fn settle(a: &mut Asm, level: usize) {
 /// was counted of one has been settled by [`settle`]. Changes rdx, r14 and flags.
 pub(in crate::codegen) fn keep_plainly(a: &mut Asm, layout: Layout) {
     if layout.has_several() {
-        a.mov(RDX, COUNTER);
-        take_off(a, layout);
-        a.mov(COUNTER, RDX);
-        a.store(gs(COUNTED_FROM), COUNTER);
+        take_off_within(a, layout);
         a.store_imm(gs(COUNTED_PENDING), 1);
     }
     a.mov(S0, COUNTER);
@@ -539,10 +537,10 @@ pub(in crate::codegen) fn note_streams(a: &mut Asm, cpl: u8) {
 /// and flags.
 pub(in crate::codegen) fn branch_by_layout(a: &mut Asm) -> [usize; 2] {
     a.rr(false, &[0xf7], 0, S0); // test
-    a.imm32(Streams::AND_MEMORY.into());
+    a.imm32(AND_MEMORY.into());
     let wide = a.jcc(cc::NE);
-    a.alu_imm(false, Alu::And, S0, Streams::SEVERAL.into());
-    a.alu_imm(false, Alu::Cmp, S0, Streams::SEVERAL.into());
+    a.alu_imm(false, Alu::And, S0, SEVERAL.into());
+    a.alu_imm(false, Alu::Cmp, S0, SEVERAL.into());
     [a.jcc(cc::E), wide]
 }
 
