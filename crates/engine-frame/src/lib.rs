@@ -142,6 +142,8 @@ pub struct EngineFrame {
     /// Not 0 if what code that counts has counted is still in [`Self::counted`] and [`Self::counted_events`], and code runs
     /// that does not count.
     pub counted_pending: u64,
+    /// The number of the address space, whose tables others may share.
+    pub address_space: u64,
 }
 
 /// A view that differs from another in PKRU alone.

@@ -10,10 +10,11 @@ use x86_cpu::CpuState;
 
 use crate::{
     Mmu,
-    context::{Context, MAX_TRACKED, Tables},
+    context::{Context, MAX_TRACKED},
     fetch::FetchTable,
     l1::L1,
     shadow::derived::Derived,
+    tables::Tables,
 };
 
 /// A context's tables are half a MiB that is touched, so those of more contexts would
@@ -22,6 +23,10 @@ pub(crate) const MAX_TABLES: usize = 192;
 /// Number of first-level tables beyond which others' are taken first, until that has turned out to be wrong: those of
 /// processes that have ended.
 pub(crate) const FEW_TABLES: usize = 16;
+/// Maximum number of shared sets of tables. A kernel has two if it clears CR0.WP at times, and SMM has others.
+pub(crate) const MAX_SHARED: usize = 4;
+/// Least number of tables with which contexts share some: they need others at the same time.
+pub(crate) const LEAST_TO_SHARE: usize = 4 * MAX_SHARED;
 /// Number of views that need tables at once: the live one, and that of accesses by the system.
 const MIN_TABLES: usize = 2;
 /// Least number of contexts: the guest's and SMM's, each before and after the change of a root.
@@ -67,8 +72,13 @@ impl Mmu {
     /// Sets the maximum number of pages of 4 KiB for contexts and their tables, but for the least that an MMU works with. An
     /// MMU that has more now begins anew.
     pub fn set_budget(&mut self, cpu: &CpuState, pages: usize) {
-        self.budget = Budget::of_pages(pages);
-        if self.contexts.len() <= self.budget.contexts && self.views.len() <= self.budget.tables {
+        self.begin_with(cpu, Budget::of_pages(pages));
+    }
+
+    fn begin_with(&mut self, cpu: &CpuState, budget: Budget) {
+        self.budget = budget;
+        let fits = self.contexts.len() <= budget.contexts && self.views.len() <= budget.tables;
+        if fits && (budget.tables >= LEAST_TO_SHARE || !self.shares_tables()) {
             return;
         }
         self.flush_everything();
@@ -81,9 +91,16 @@ impl Mmu {
     }
 
     /// Sets the maximum number of first-level tables, to fewer than by default, for tests.
-    pub fn set_max_tables(&mut self, tables: usize) {
-        self.budget.tables = tables.clamp(MIN_TABLES, MAX_TABLES);
+    pub fn set_max_tables(&mut self, cpu: &CpuState, tables: usize) {
+        let tables = tables.clamp(MIN_TABLES, MAX_TABLES);
         self.enough_tables = MIN_TABLES;
+        self.begin_with(
+            cpu,
+            Budget {
+                tables,
+                ..self.budget
+            },
+        );
     }
 
     /// Returns the numbers of contexts and first-level tables, and of the pages that they may take.

@@ -116,6 +116,7 @@ impl Mmu {
         if let Some(derived) = &mut context.derived {
             derived.clear();
         }
+        self.share_again();
         self.flush_current();
         self.renew_key(self.current);
         self.next_tick();

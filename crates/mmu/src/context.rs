@@ -14,10 +14,10 @@ use x86_cpu::{CpuState, Privilege};
 use crate::{
     Mmu, View,
     families::Membership,
-    fetch::FetchTable,
-    l1::{Half, L1, RegionFilter},
+    l1::RegionFilter,
     l2::Owner,
     shadow::{derived::Derived, flushes::Seen, roots::Policy},
+    tables::{PrivateUses, Tables},
     view::Recent,
 };
 
@@ -25,13 +25,6 @@ use crate::{
 const MAX_CONTEXTS: usize = 16;
 /// Number of contexts that are kept where roots are tracked. A context takes a few KiB.
 pub(crate) const MAX_TRACKED: usize = 1024;
-/// Number of contexts that are remembered as having been current last.
-const LAST: usize = 8;
-/// One in this many contexts that need tables gets those of a context that has not been current for long.
-const PATIENCE: u32 = 64;
-/// Number of contexts among which the oldest gives way. (If the very oldest of all did, more contexts taking turns than
-/// there is room for would never find theirs.)
-const SAMPLE: usize = 8;
 /// [`Context::left`] of the current context.
 pub(crate) const CURRENT: u64 = u64::MAX;
 /// Number of views that a context keeps. A program that changes PKRU has up to four for each value: its own, and the kernel's with and without
@@ -84,61 +77,15 @@ pub(crate) struct Context {
     pub derived: Option<Derived>,
     /// The context's part in a family of roots with the same kernel code.
     pub membership: Membership,
-    used: u64,
-    views: Vec<(View, usize)>,
+    pub(crate) used: u64,
+    pub(crate) views: Vec<(View, usize)>,
+    /// True if the context shares no tables: see [`crate::shared`].
+    pub(crate) owns_all: bool,
+    pub(crate) private_uses: PrivateUses,
     /// True if the context's tables were taken before there were as many as there may be.
-    gave_tables: bool,
+    pub(crate) gave_tables: bool,
     /// The views that were live last, by whether they are a user's and by RFLAGS.AC.
-    recent: [Option<Recent>; 4],
-}
-
-/// L1 of a (context, view).
-#[derive(Debug, Default)]
-pub(crate) struct Tables {
-    pub l1: L1,
-    pub fetch: FetchTable,
-    /// A number that only these contents of `fetch` have: see [`Mmu::fetch_epoch`].
-    pub epoch: u64,
-    /// The value of `Mmu::verification` that `epoch` belongs to.
-    pub verification: u64,
-    /// True if the view is a user's.
-    pub user: bool,
-    used: u64,
-    /// True if the tables belong to a context; false if they can be reused.
-    taken: bool,
-}
-
-impl Tables {
-    pub(crate) fn flush(&mut self) {
-        self.drop_all();
-    }
-
-    /// These flushes return whether anything was dropped that code was fetched
-    /// through in this epoch.
-    fn drop_all(&mut self) -> bool {
-        self.l1.flush(&Half::ALL);
-        self.fetch.flush()
-    }
-
-    fn drop_non_global(&mut self) -> bool {
-        self.l1.flush_non_global();
-        self.fetch.flush_non_global()
-    }
-
-    /// `shift` is log2 of the size of a region, if the page may be part of a large page in it.
-    fn drop_page(&mut self, gva: u64, shift: Option<u32>) -> bool {
-        match shift {
-            None => self.l1.flush_page(gva),
-            Some(shift) => self.l1.flush_region(gva, shift),
-        }
-        self.fetch.flush_page(gva, shift)
-    }
-
-    /// Drops a page that is not part of a large one.
-    fn drop_small_page(&mut self, gva: u64) -> bool {
-        self.l1.flush_page(gva);
-        self.fetch.flush_page(gva, None)
-    }
+    pub(crate) recent: [Option<Recent>; 4],
 }
 
 impl Context {
@@ -178,6 +125,7 @@ impl Mmu {
     /// Makes the context of `self.paging` current and carries out the flushes that it has missed.
     /// `flushes` says that the load of CR3 which asks for the context flushes its PCID.
     pub(crate) fn select_context(&mut self, flushes: bool) {
+        self.clear_shared();
         self.forget_pages();
         self.leave_context();
         let (world, pcid) = (self.world(), self.paging.pcid);
@@ -257,6 +205,8 @@ impl Mmu {
             membership: Membership::None,
             used: 0,
             views: Vec::with_capacity(MAX_VIEWS),
+            owns_all: self.begins_alone(),
+            private_uses: PrivateUses::default(),
             gave_tables: false,
             recent: [None; 4],
         };
@@ -274,110 +224,6 @@ impl Mmu {
         oldest
     }
 
-    /// Returns a context that has not been current for long, among those for which `f` is true.
-    fn long_unused(&mut self, f: impl Fn(&Context) -> bool) -> usize {
-        let n = self.contexts.len();
-        let first = self.hand;
-        let mut found: Option<usize> = None;
-        let mut seen = 0;
-        for i in (first..n).chain(0..first.min(n)) {
-            let context = &self.contexts[i];
-            if i == self.current || !f(context) {
-                continue;
-            }
-            if found.is_none_or(|found| context.used < self.contexts[found].used) {
-                found = Some(i);
-            }
-            seen += 1;
-            self.hand = i + 1;
-            if seen == SAMPLE {
-                break;
-            }
-        }
-        found.unwrap_or(0)
-    }
-
-    fn free_tables(&mut self, views: &[(View, usize)]) {
-        for (_, tables) in views {
-            self.views[*tables].flush();
-            self.views[*tables].taken = false;
-        }
-    }
-
-    /// Returns the context that gives its tables to one that needs some, if no tables are free. Where more contexts take
-    /// turns than have tables, a context that was current just now will be current again last, and its tables are in the
-    /// processor's caches. (Not the very last contexts: a process may have two roots.)
-    fn donor(&mut self) -> Option<usize> {
-        self.donors += 1;
-        let has_tables = |n: &&usize| **n != self.current && !self.contexts[**n].views.is_empty();
-        let mut last = self.last.iter().skip(2);
-        let found = match last.find(has_tables) {
-            Some(last) if !self.donors.is_multiple_of(PATIENCE) => *last,
-            _ => self.long_unused(|c| !c.views.is_empty()),
-        };
-        (found != self.current && !self.contexts[found].views.is_empty()).then_some(found)
-    }
-
-    /// Notes that the context is now the one that was current last.
-    fn note_last(&mut self, context: usize) {
-        if self.last.first() == Some(&context) {
-            return;
-        }
-        match self.last.iter().position(|n| *n == context) {
-            Some(place) => drop(self.last.remove(place)),
-            None => self.last.truncate(LAST - 1),
-        }
-        self.last.insert(0, context);
-    }
-
-    /// Returns tables that belong to nobody. `None`: the current context's are all that there may be.
-    fn new_tables(&mut self) -> Option<usize> {
-        let free = self.views.iter().position(|t| !t.taken);
-        if free.is_some() {
-            return free;
-        }
-        if core::mem::take(&mut self.contexts[self.current].gave_tables) {
-            self.enough_tables += 1;
-        }
-        let has_room = self.views.len() < self.budget.tables;
-        let other = if !has_room {
-            Some(self.donor()?)
-        } else if self.views.len() < self.enough_tables {
-            None
-        } else {
-            let oldest = self.long_unused(|c| !c.views.is_empty());
-            let is_other = oldest != self.current && !self.contexts[oldest].views.is_empty();
-            is_other.then_some(oldest)
-        };
-        let Some(other) = other else {
-            self.views.push(Tables::default());
-            return Some(self.views.len() - 1);
-        };
-        let context = &mut self.contexts[other];
-        context.gave_tables = has_room;
-        context.recent = [None; 4];
-        let views = core::mem::take(&mut context.views);
-        self.free_tables(&views);
-        views.first().map(|(_, tables)| *tables)
-    }
-
-    /// Returns the tables of the current context's view that was selected least recently: not `kept`, and not one of the
-    /// two in use if there is another.
-    fn take_own_tables(&mut self, kept: Option<usize>) -> usize {
-        let views = &self.contexts[self.current].views;
-        let by_use = |(_, (_, t)): &(usize, &(View, usize))| {
-            (*t == self.live || *t == self.system, self.views[*t].used)
-        };
-        let others = views
-            .iter()
-            .enumerate()
-            .filter(|(_, (_, t))| Some(*t) != kept);
-        let victim = others.min_by_key(by_use).map_or(0, |(i, _)| i);
-        let (_, tables) = self.contexts[self.current].views.swap_remove(victim);
-        self.views[tables].flush();
-        tables
-    }
-
     /// Drops all contexts. The caller then selects one.
     pub(crate) fn forget_contexts(&mut self) {
         self.views_made += 1;
@@ -386,6 +232,7 @@ impl Mmu {
             tables.flush();
             tables.taken = false;
         }
+        self.forget_shared();
         self.contexts.clear();
         self.last.clear();
         self.roots.clear();
@@ -408,7 +255,7 @@ impl Mmu {
     }
 
     /// Returns a key for the second level by which nothing is found.
-    fn new_reach_key(&mut self) -> tagged::L2Key {
+    pub(crate) fn new_reach_key(&mut self) -> tagged::L2Key {
         if let Some(key) = self.reach.new_key() {
             return key;
         }
@@ -417,6 +264,7 @@ impl Mmu {
             self.renew_key(i);
         }
         self.renew_global_keys();
+        self.renew_shared_key();
         self.reach.new_key().unwrap_or_default()
     }
 
@@ -433,6 +281,7 @@ impl Mmu {
     pub(crate) fn renew_global_key(&mut self, world: usize) {
         self.forget_switches();
         self.global_keys[world] = self.new_reach_key();
+        self.publish_shared_keys();
         self.publish_new_keys();
     }
 
@@ -501,7 +350,9 @@ impl Mmu {
     }
     /// Has fetches of the current context's supervisors from pages that are not global look them up again.
     pub(crate) fn forget_private_fetches(&mut self) {
-        self.for_current_tables(|t| !t.user && t.fetch.flush_non_global());
+        let forget = |t: &mut Tables| !t.user && t.fetch.flush_non_global();
+        self.for_current_tables(forget);
+        self.for_shared_tables(|_| true, forget);
     }
     pub(crate) fn flush_current_small_page(&mut self, gva: u64) {
         self.leave_family_of(gva);
@@ -516,12 +367,16 @@ impl Mmu {
         self.leave_family_of(gva);
         let shift = self.region_shift(self.current, gva);
         self.for_current_tables(|t| t.drop_page(gva, shift));
+        self.for_shared_tables(|_| true, |t| t.drop_page(gva, shift));
         self.flush_reach_of(gva, self.current);
     }
 
     /// Selects the views of the CPU's state.
     #[inline]
     pub(crate) fn select_tables(&mut self, cpu: &CpuState) {
+        if !self.is_view_told() {
+            self.clear_shared();
+        }
         let (place, registers) = Recent::key(cpu);
         if let Some(recent) = &self.contexts[self.current].recent[place]
             && recent.is_of(registers)
@@ -553,32 +408,67 @@ impl Mmu {
 
     /// Returns the view's tables in the current context. The tables `kept` are not taken for it.
     fn tables_of(&mut self, view: View, kept: Option<usize>) -> usize {
+        if let Some(tables) = self.shared_tables(view) {
+            return tables;
+        }
         let used = self.next_tick();
         let context = &self.contexts[self.current];
         if let Some(&(_, tables)) = context.views.iter().find(|(v, _)| *v == view) {
             self.views[tables].used = used;
             return tables;
         }
+        let has_room = self.contexts[self.current].views.len() < MAX_VIEWS;
+        let tables = has_room.then(|| self.new_tables()).flatten();
+        let tables = tables.unwrap_or_else(|| self.take_own_tables(kept));
+        self.begin_view(tables, view);
+        self.contexts[self.current].views.push((view, tables));
+        self.publish_keys(self.current);
+        tables
+    }
+
+    /// Makes empty tables those of a view.
+    pub(crate) fn begin_view(&mut self, tables: usize, view: View) {
         self.forget_pages();
         self.contexts[self.current].recent = [None; 4];
         self.stats.views_made += 1;
         self.views_made += 1;
         self.forget_switches();
         let number = self.view_numbers.of(view);
-        let epoch = self.next_tick();
-        let has_room = self.contexts[self.current].views.len() < MAX_VIEWS;
-        let tables = has_room.then(|| self.new_tables()).flatten();
-        let tables = tables.unwrap_or_else(|| self.take_own_tables(kept));
+        let used = self.next_tick();
         let t = &mut self.views[tables];
         t.taken = true;
         t.user = view.is_user();
         t.used = used;
-        t.epoch = epoch;
+        t.epoch = used;
         t.l1.set_rights(view.classes());
         t.l1.set_view(number);
         self.reach.publish(t.l1.reach_mut());
-        self.contexts[self.current].views.push((view, tables));
-        self.publish_keys(self.current);
-        tables
+    }
+
+    /// The current context, whose translations are all dropped, may share tables.
+    pub(crate) fn share_again(&mut self) {
+        if self.owns_all(self.current) && !self.begins_alone() {
+            let context = &mut self.contexts[self.current];
+            context.owns_all = false;
+            context.recent = [None; 4];
+        }
+    }
+
+    /// Has each context look for its tables at the next selection of a view.
+    pub(crate) fn forget_recent_views(&mut self) {
+        for context in &mut self.contexts {
+            context.recent = [None; 4];
+        }
+    }
+
+    pub(crate) fn owns_all(&self, context: usize) -> bool {
+        self.contexts[context].owns_all
+    }
+
+    /// Has the context share no tables. Returns true if it has shared some.
+    pub(crate) fn own_all(&mut self, context: usize) -> bool {
+        let context = &mut self.contexts[context];
+        context.recent = [None; 4];
+        !core::mem::replace(&mut context.owns_all, true)
     }
 }

@@ -35,6 +35,8 @@ pub(crate) struct Resolved {
     pub index: usize,
     /// True if a write has to be noted after it was made, because the page has no write tag.
     pub note: bool,
+    /// False if the first level does not have the page.
+    pub entered: bool,
 }
 
 /// A page of RAM that an access leads to.
@@ -76,7 +78,8 @@ impl Mmu {
             host,
         } = mapped;
         let note = write && !(walk.dirty && self.begin_to_write(at, gva));
-        if !self.is_watched(gva) {
+        let is_private = !walk.global && self.is_private_use(self.tables_for(who));
+        if !is_private && !self.is_watched(gva) {
             if note && walk.dirty {
                 self.allow_beside_code(at, gva, host, who);
             }
@@ -97,6 +100,7 @@ impl Mmu {
             slot: at.slot,
             index: at.index,
             note,
+            entered: !is_private,
         })
     }
 
@@ -112,6 +116,16 @@ impl Mmu {
         who: Privilege,
     ) -> Result<Mapped, Miss> {
         let translated = self.translation(cpu, gva, access, who)?;
+        let mapped = self.mapped_by(translated, access);
+        let is_data = mapped.is_ok() && access != Access::Fetch;
+        if !is_data && !translated.walk.global {
+            self.note_private(self.tables_for(who));
+        }
+        mapped
+    }
+
+    /// Returns the page of RAM that a translation leads to.
+    fn mapped_by(&self, translated: Translated, access: Access) -> Result<Mapped, Miss> {
         let gpa = translated.walk.gpa;
         let device = Miss::Device { gpa };
         let space = self.space();
@@ -186,6 +200,9 @@ impl Mmu {
             host::cpu::prefetch_to_write(found.hva + gva % PAGE_SIZE);
             return None;
         }
+        if !found.global && self.views[tables].is_shared {
+            return None;
+        }
         let (slot, index, host) = self.page_at(found.hva, write)?;
         self.stats.reach_hits += 1;
         let l1 = &mut self.views[tables].l1;
@@ -198,6 +215,7 @@ impl Mmu {
             slot,
             index,
             note: false,
+            entered: true,
         })
     }
 

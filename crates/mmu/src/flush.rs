@@ -159,6 +159,7 @@ impl Mmu {
         }
         let world = usize::from(self.contexts[self.current].key.world);
         self.renew_global_key(world);
+        self.flush_shared(Some(1));
         self.drop_current();
     }
 
@@ -175,6 +176,7 @@ impl Mmu {
         self.flushes.everything = tick;
         self.families.clear();
         self.renew_global_keys();
+        self.flush_shared(None);
         self.drop_current();
     }
 
@@ -197,6 +199,7 @@ impl Mmu {
             let tables = self.contexts[self.current].tables_of_view(i);
             self.views[tables].l1.flush_page(gva);
         }
+        self.forget_shared_page(gva);
     }
 
     /// Makes the next write of each page be noted again.

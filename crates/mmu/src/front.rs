@@ -158,6 +158,17 @@ impl Front<'_> {
         self.0.views_made
     }
 
+    /// The number of the current address space, whose tables others may share. It does not change its meaning while
+    /// [`Self::switch_epochs`] stay the same.
+    pub fn address_space(&self) -> u64 {
+        self.0.current as u64
+    }
+
+    /// True if the live view's tables are shared: see [`Self::address_space`].
+    pub fn are_tables_shared(&self) -> bool {
+        self.0.views[self.0.live].is_shared
+    }
+
     /// The number of the live view. The tables of the same view in other contexts have the same number, and tables of
     /// other views have others.
     pub fn live_view(&self) -> u64 {
@@ -197,6 +208,12 @@ impl Front<'_> {
     /// loaded what `cpu` has; [`x86_cpu::GuestBus::load_root`] comes next.
     pub fn note_flushing_loads(&mut self, cpu: &CpuState, loads: u64) {
         self.0.note_flushing_loads(cpu, loads);
+    }
+
+    /// Notes that generated code has changed to another view by itself: [`x86_cpu::GuestBus::select_view`] comes next, and
+    /// the view has the tables that it had.
+    pub fn tell_view(&mut self) {
+        self.0.tell_view();
     }
 
     /// Returns how long the current root's translations are kept when it is loaded without a flush. `None`: not at all.

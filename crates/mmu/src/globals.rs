@@ -65,6 +65,8 @@ impl Mmu {
         if has_changed {
             self.flush_everything();
             self.controls = None;
+            // Tables may be shared only while G counts.
+            self.forget_recent_views();
         }
         has_changed
     }

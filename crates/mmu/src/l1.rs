@@ -29,7 +29,7 @@ use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
 
 use guest_memory::TaggedPage as Entry;
 pub use guest_memory::tagged::{
-    L2Key, PAGES as PAGES_OFFSET, Reach, SEEN_PAGES, SHORT_WORDS, SINGLE as STACK_OFFSET,
+    BASE, L2Key, PAGES as PAGES_OFFSET, Reach, SEEN_PAGES, SHORT_WORDS, SINGLE as STACK_OFFSET,
     SITE_ENTRIES, word,
 };
 use guest_memory::{
@@ -96,7 +96,7 @@ const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
 const _: () = assert!(ENTRIES.is_power_of_two() && GROUP == 64);
 const _: () = assert!(ENTRIES.is_multiple_of(SITE_ENTRIES_PAGES));
 // The operand of BEXTR that extracts the index of an entry.
-const _: () = assert!(tagged::BASE == 12 | (ENTRIES.trailing_zeros() as usize) << 8);
+const _: () = assert!(BASE == 12 | (ENTRIES.trailing_zeros() as usize) << 8);
 
 /// Returns the offset of inline cache `n` from the base: three words, which are 0 or written by generated code.
 pub const fn inline_cache(n: usize) -> i32 {

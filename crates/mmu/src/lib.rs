@@ -50,6 +50,7 @@ mod bulk;
 mod catch_up;
 mod code;
 mod context;
+mod donors;
 mod exact;
 mod families;
 mod fault;
@@ -69,10 +70,12 @@ mod ram;
 pub mod reach;
 mod resolve;
 mod shadow;
+mod shared;
 mod source;
 mod structures;
 mod sum;
 mod switches;
+mod tables;
 mod view;
 pub mod walk;
 mod watched;
@@ -216,7 +219,7 @@ pub struct Mmu {
     mixed: mixed::Mixed,
 
     /// (context, view) tables; `live` and `system` are indices.
-    views: Vec<context::Tables>,
+    views: Vec<tables::Tables>,
     live: usize,
     system: usize,
     /// Number of times that tables of `views` have become another view's.
@@ -232,6 +235,10 @@ pub struct Mmu {
     reach_hits_gone: u64,
     /// Number of times that a context has got another's tables.
     donors: u32,
+    /// Number of times that a context whose address space is gone was looked for, since one was found.
+    looks_for_gone: u32,
+    /// The context that was looked at last for that.
+    gone_hand: usize,
     /// A number that changes when write permission of pages is taken: see [`shadow::derived`].
     writes_epoch: u64,
     current: usize,
@@ -251,6 +258,8 @@ pub struct Mmu {
     global_regions: l1::RegionFilter,
     flushes: shadow::flushes::Flushes,
     globals: globals::Globals,
+    /// Tables that contexts share.
+    shared: shared::Shared,
     roots: shadow::roots::Roots,
     /// Roots that the guest has promised to flush by itself.
     promised: Option<Box<shadow::promised::Promised>>,
@@ -318,6 +327,8 @@ impl Mmu {
             enough_tables: budget::FEW_TABLES,
             reach_hits_gone: 0,
             donors: 0,
+            looks_for_gone: 0,
+            gone_hand: 0,
             writes_epoch: 1,
             current: 0,
             hand: 0,
@@ -330,6 +341,7 @@ impl Mmu {
             global_keys: Default::default(),
             global_regions: l1::RegionFilter::default(),
             globals: globals::Globals::default(),
+            shared: shared::Shared::default(),
             flushes: shadow::flushes::Flushes::default(),
             roots: shadow::roots::Roots::default(),
             promised: None,

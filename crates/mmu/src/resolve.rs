@@ -104,7 +104,7 @@ impl Mmu {
             return 0;
         }
         match self.resolve(cpu, gva, access, Privilege::Current) {
-            Ok(page) if !page.note => page.host.hva() + gva % PAGE_SIZE,
+            Ok(page) if page.entered && !page.note => page.host.hva() + gva % PAGE_SIZE,
             Err(Miss::Exception(e)) => {
                 *fault = Some(e);
                 0

@@ -158,6 +158,11 @@ impl View {
         }
     }
 
+    /// True if no access to a user page is allowed: the view is a supervisor's with CR4.SMAP and without RFLAGS.AC.
+    pub(crate) const fn keeps_off_users(self) -> bool {
+        self.has(SMAP)
+    }
+
     /// True if the view is for accesses at CPL 3.
     pub(crate) const fn is_user(self) -> bool {
         self.has(USER)

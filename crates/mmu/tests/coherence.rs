@@ -408,7 +408,7 @@ proptest! {
         // Contexts take each other's tables.
         for (policy, tables) in all.into_iter().chain([(Policy::Shadow, few), (Policy::Auto, few)]) {
             let mut w = World::new(pcid, policy);
-            w.m.mmu.set_max_tables(tables);
+            w.m.mmu.set_max_tables(&w.m.cpu, tables);
             if often {
                 w.flush_often();
             }
@@ -685,7 +685,7 @@ fn loads_by_generated_code_flush() {
 #[test]
 fn contexts_without_tables_walk_for_what_has_changed() {
     let mut w = World::new(false, Policy::Shadow);
-    w.m.mmu.set_max_tables(2);
+    w.m.mmu.set_max_tables(&w.m.cpu, 2);
     w.m.cpu.rflags |= rflags::AC;
     let lap = |w: &mut World| {
         let before = w.m.mmu.stats();

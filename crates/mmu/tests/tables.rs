@@ -1,10 +1,12 @@
-//! How many first-level tables there are.
+//! How many first-level tables there are, and which contexts share some.
 
 mod machine;
 
 use machine::Machine;
-use mmu::Policy;
-use x86_cpu::{Access, Privilege};
+use mmu::{Policy, l1::Half};
+use x86_cpu::{Access, Flush, Privilege};
+use x86_defs::control::cr4;
+use x86_defs::paging::{A, D, G, P, RW};
 
 const ROOTS: u64 = 60;
 const ROOT: u64 = 0x10_0000;
@@ -56,4 +58,73 @@ fn processes_that_come_back_have_tables() {
     assert!(tables >= ROOTS, "{tables}");
     (0..ROOTS).for_each(|root| run(&mut m, root));
     assert_eq!(m.mmu.stats().views_made, made);
+}
+
+const KERNEL: u64 = 0xffff_8000_0000_1000;
+const PRIVATE: u64 = 0xffff_8000_0000_2000;
+
+/// The kernel has a page that is global, and one that is not.
+fn kernel(policy: Policy) -> Machine {
+    let mut m = Machine::long_mode(ROOT);
+    m.cpu.cr4 |= cr4::SMAP | cr4::PGE;
+    let mut pool = ROOT + ROOTS * 4096;
+    for root in 0..ROOTS {
+        let table = ROOT + root * 4096;
+        m.map(table, KERNEL, 0x2000 | P | RW | A | D | G, &mut pool);
+        let page = 0x3000 + root % 2 * 0x1000;
+        m.map(table, PRIVATE, page | P | RW | A | D, &mut pool);
+    }
+    m.poke(0x3000, 8, 3);
+    m.poke(0x4000, 8, 4);
+    m.reload();
+    m.mmu.set_policy(&m.cpu, policy);
+    m
+}
+
+fn load(m: &mut Machine, root: u64) {
+    m.cpu.cr3 = ROOT + root * 4096;
+    assert!(m.mmu.load_cr3(&mut m.cpu, true).is_ok());
+}
+
+fn read(m: &mut Machine, gva: u64) -> u64 {
+    let word = m.mmu.read::<u64>(&mut m.cpu, gva, Privilege::Current);
+    word.unwrap_or(u64::MAX)
+}
+
+fn holds(m: &Machine, gva: u64) -> bool {
+    m.mmu.live_tables().find(Half::Read, gva).is_some()
+}
+
+#[test]
+fn roots_share_what_a_kernel_maps_as_global() {
+    for policy in [Policy::Tdp, Policy::Shadow, Policy::Auto] {
+        let mut m = kernel(policy);
+        read(&mut m, KERNEL);
+        for root in 1..8 {
+            load(&mut m, root);
+            assert!(holds(&m, KERNEL), "{policy:?} {root}");
+        }
+        m.mmu.flush(&m.cpu, Flush::Page(KERNEL));
+        assert!(!holds(&m, KERNEL));
+        load(&mut m, 1);
+        assert!(!holds(&m, KERNEL));
+    }
+}
+
+#[test]
+fn a_root_keeps_what_is_not_global_for_itself() {
+    for policy in [Policy::Tdp, Policy::Shadow, Policy::Auto] {
+        let mut m = kernel(policy);
+        read(&mut m, KERNEL);
+        for turn in 0..6 {
+            for root in [2, 5, 8] {
+                load(&mut m, root);
+                assert_eq!(read(&mut m, PRIVATE), 3 + root % 2, "{policy:?} {root}");
+            }
+            load(&mut m, 9);
+            assert!(!holds(&m, PRIVATE), "{policy:?} {turn}");
+            // The others have one context for all roots, or for those that come back seldom.
+            assert!(policy != Policy::Shadow || holds(&m, KERNEL), "{turn}");
+        }
+    }
 }

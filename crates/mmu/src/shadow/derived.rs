@@ -246,6 +246,11 @@ impl Derived {
         true
     }
 
+    /// Returns true if the guest has most likely taken down the address space. (It may have it still, with other tables.)
+    pub(crate) fn is_gone(&self) -> bool {
+        self.words.are_gone()
+    }
+
     /// Returns the address of what generated code compares.
     pub(crate) fn head(&self) -> u64 {
         self.words.head()

@@ -12,6 +12,9 @@ use crate::walk::Step;
 /// Number of comparisons after which entries that are not used any more are looked for.
 const USES: u32 = 1024;
 
+/// Maximum number of words by which it is decided whether all are gone.
+const LOOKED_AT: usize = 4;
+
 /// The word of guest memory with an entry of a guest table, as the walk saw it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -150,6 +153,12 @@ impl Words {
     #[inline]
     pub(crate) fn are_same(&self) -> bool {
         self.all.iter().fold(0, |all, w| all | w.changed()) == 0
+    }
+
+    /// Returns true if none of a few words is what it was.
+    pub(crate) fn are_gone(&self) -> bool {
+        let step = self.all.len().div_ceil(LOOKED_AT).max(1);
+        !self.all.is_empty() && self.all.iter().step_by(step).all(|w| w.changed() != 0)
     }
 
     /// Returns true if word `n` has changed in memory.

@@ -33,8 +33,9 @@ fn find_change(a: &mut Asm) -> Vec<usize> {
         a.alu(wide, Alu::Cmp, RDX, at(RAX, entry));
         unknown.push(a.jcc(cc::NE));
     };
-    find_entry(a, TLB, LEVELS);
     a.mov(RDX, TLB);
+    a.alu(true, Alu::Add, RDX, gs(ADDRESS_SPACE));
+    find_entry(a, RDX, LEVELS);
     differs(a, true, levels::FROM);
     a.load(RDX, gs(KEY));
     differs(a, true, levels::FROM_KEY);

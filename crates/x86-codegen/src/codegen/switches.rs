@@ -37,8 +37,8 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     let mut unknown = Vec::new();
     a.alu(true, Alu::Cmp, S0, at(RAX, switches::VALUE));
     unknown.push(a.jcc(cc::NE));
-    a.load(RCX, at(TLB, mmu::l1::VIEW));
-    a.alu(true, Alu::Cmp, RCX, at(RAX, switches::VIEW));
+    a.load32(RCX, at(TLB, mmu::l1::VIEW));
+    a.alu(false, Alu::Cmp, RCX, at(RAX, switches::VIEW));
     unknown.push(a.jcc(cc::NE));
     // The mode is in the key's low bits.
     a.load32(RCX, gs(KEY));
@@ -85,10 +85,9 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
         S0,
         [switches::SALT, switches::NUMBER].map(|n| at(RAX, n)),
     );
-    // The views known there are those of the address space that was left.
-    for view in VIEWS {
-        a.store_imm(gs(view), 0);
-    }
+    a.load32(S0, at(RAX, switches::ADDRESS_SPACE));
+    a.store(gs(ADDRESS_SPACE), S0);
+    become_views(a);
     pop(a, RCX);
     pop(a, RAX);
     a.ret();
@@ -100,6 +99,22 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(bail);
     place
+}
+
+/// Sets the views known of the address space that rax says. Changes r14.
+fn become_views(a: &mut Asm) {
+    for view in VIEWS {
+        a.store_imm(gs(view), 0);
+    }
+    a.load32(S0, at(RAX, switches::ACCESS));
+    a.rr(false, &[0x85], S0, S0); // test
+    let unknown = a.jcc(cc::E);
+    a.shift(true, 4, S0, switches::PLACE_SHIFT);
+    a.alu_imm(true, Alu::Or, S0, mmu::l1::BASE as i32);
+    a.store(gs(VIEWS[view_of(true, false)]), TLB);
+    a.store(gs(VIEWS[view_of(true, true)]), S0);
+    let here = a.here();
+    a.patch(unknown, here);
 }
 
 /// Emits the comparison of the words of guest tables that rcx says ([`mmu::compared`]) with memory. Returns the jump that

@@ -208,10 +208,12 @@ fn move_to_view(a: &mut Asm) {
     move_to_tables(a, IS_OTHER_VIEW);
 }
 
-/// Makes the tables at r14 those to go on with, which the frame's word `told` says to Rust. Changes r13.
+/// Makes the tables at r14 those to go on with, which the frame's word `told` says to Rust. Changes r13 and flags.
 pub(super) fn move_to_tables(a: &mut Asm, told: usize) {
     a.store(gs(TABLES), S0);
     a.store_imm(gs(told), 1);
+    a.alu_rr(true, Alu::Cmp, S0, TLB);
+    let is_same = a.jcc(cc::E);
     for (_, near) in short_words().chain(short_constants()) {
         a.load(S1, near);
         a.store(
@@ -223,4 +225,6 @@ pub(super) fn move_to_tables(a: &mut Asm, told: usize) {
         );
     }
     a.mov(TLB, S0);
+    let here = a.here();
+    a.patch(is_same, here);
 }

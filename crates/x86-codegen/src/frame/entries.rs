@@ -48,6 +48,12 @@ impl<E: Entry> Entries<E> {
         self.all[place(entry.by())] = entry;
     }
 
+    /// Returns the entry that is found by this word.
+    pub fn get_mut(&mut self, by: u64) -> Option<&mut E> {
+        let entry = &mut self.all[place(by)];
+        (entry.by() == by).then_some(entry)
+    }
+
     /// Forgets all entries.
     pub fn clear(&mut self) {
         if core::mem::take(&mut self.is_used) {

@@ -12,7 +12,7 @@ use super::entries::Entry;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LevelChange {
-    /// Address of the tables of the view that is left. 0: no entry.
+    /// Address of the tables of the view that is left, plus the number of the address space ([`Self::from`]). 0: no entry.
     pub from: u64,
     /// The key of targets that is left.
     pub from_key: u64,
@@ -45,6 +45,15 @@ pub(crate) const KEY: i32 = offset_of!(LevelChange, key) as i32;
 pub(crate) const SALT: i32 = offset_of!(LevelChange, salt) as i32;
 pub(crate) const NUMBER: i32 = offset_of!(LevelChange, number) as i32;
 pub(crate) const FACTS: i32 = offset_of!(LevelChange, facts) as i32;
+
+impl LevelChange {
+    /// Identifies a view in an address space. Address spaces may have the same tables.
+    pub fn from(tables: u64, address_space: u64) -> u64 {
+        // The low 16 bits of all tables' addresses are equal, and too small to carry.
+        debug_assert!(address_space < 1 << 15);
+        tables + address_space
+    }
+}
 
 impl Entry for LevelChange {
     fn by(&self) -> u64 {

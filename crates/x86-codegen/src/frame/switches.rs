@@ -17,8 +17,6 @@ pub struct Switch {
     pub value: u64,
     /// The number of [`mmu::SwitchEpochs`] that vouches for such loads.
     pub epoch: u64,
-    /// Number of the view ([`mmu::l1::VIEW`]).
-    pub view: u64,
     /// Host address of a word that has to be 1; for a load that flushes, [`mmu::Front::compared`].
     pub kept: u64,
     /// Address of the view's tables.
@@ -28,7 +26,24 @@ pub struct Switch {
     /// The key's salt ([`super::targets::salt_of`]).
     pub salt: u64,
     /// The key's number.
-    pub number: u64,
+    pub number: u32,
+    /// The lower half of the view's number ([`mmu::l1::VIEW`]). No two views had the same since the epoch began.
+    pub view: u32,
+    /// The number of the address space.
+    pub address_space: u32,
+    /// Where the tables are with RFLAGS.AC set ([`Self::place`]), if the view is the supervisor's with CR0.WP and
+    /// without RFLAGS.AC. 0: not known.
+    pub access: u32,
+}
+
+/// log2 of what all addresses of tables are equal modulo.
+pub(crate) const PLACE_SHIFT: u8 = 16;
+
+impl Switch {
+    /// Returns the bits of the tables' address that others do not have in common with it. `None`: they are too many.
+    pub fn place(tables: u64) -> Option<u32> {
+        u32::try_from(tables >> PLACE_SHIFT).ok()
+    }
 }
 
 /// Offsets of the fields.
@@ -39,6 +54,8 @@ pub(crate) const KEPT: i32 = offset_of!(Switch, kept) as i32;
 pub(crate) const TABLES: i32 = offset_of!(Switch, tables) as i32;
 pub(crate) const KEY: i32 = offset_of!(Switch, key) as i32;
 pub(crate) const SALT: i32 = offset_of!(Switch, salt) as i32;
+pub(crate) const ADDRESS_SPACE: i32 = offset_of!(Switch, address_space) as i32;
+pub(crate) const ACCESS: i32 = offset_of!(Switch, access) as i32;
 pub(crate) const NUMBER: i32 = offset_of!(Switch, number) as i32;
 
 impl Entry for Switch {

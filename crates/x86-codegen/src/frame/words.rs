@@ -82,6 +82,7 @@ pub(crate) const KEY_VIEW_HASH: u32 = EngineFrame::KEY_VIEW_HASH;
 pub(crate) const SWITCHES: usize = frame(EngineFrame::SWITCHES);
 pub(crate) const SWITCH_EPOCHS: usize = frame(EngineFrame::SWITCH_EPOCHS);
 pub(crate) const WANTED_ROOT: usize = offset_of!(CpuState, engine.wanted_root);
+pub(crate) const ADDRESS_SPACE: usize = offset_of!(CpuState, engine.address_space);
 pub(crate) const IS_OTHER_ROOT: usize = offset_of!(CpuState, engine.is_other_root);
 pub(crate) const FLUSHING_LOADS: usize = offset_of!(CpuState, engine.flushing_loads);
 pub(crate) const COUNTED_FROM: usize = offset_of!(CpuState, engine.counted_from);

@@ -223,8 +223,9 @@ impl<B: JitBus> Jit<B> {
 
     /// Returns where to go on after [`Self::transfer`], which changes neither mapping nor mode; 0 if a lookup in the
     /// target table is not enough.
-    fn after_transfer(&mut self, interp: &Interp<B>, cpu: &mut CpuState, bus: &B) -> u64 {
+    fn after_transfer(&mut self, interp: &Interp<B>, cpu: &mut CpuState, bus: &mut B) -> u64 {
         let is_quick = interp.resets() == self.session.resets
+            && bus.mmu().views_made() == self.session.views_made
             && !bus.must_return(cpu)
             && !self.session.stale
             && self.disturbance.flush_every == 0;

@@ -34,7 +34,10 @@ impl<B: JitBus> Jit<B> {
     /// Does the same after a change of mode or view, where mappings have not changed.
     pub(crate) fn update_mode(&mut self, cpu: &mut CpuState, bus: &mut B) {
         if bus.mmu().views_made() != self.session.views_made {
+            // The live view may be to have other tables.
+            bus.select_view(cpu);
             cpu.engine.forget_views();
+            self.session.views_made = bus.mmu().views_made();
         }
         let plain_tsc = self.session.plain_tsc;
         self.session.mode = mode_of(cpu, plain_tsc);
@@ -48,6 +51,7 @@ impl<B: JitBus> Jit<B> {
         bus.mmu()
             .live_page_guards(self.code.cache.page_guards_generation);
         set_tables(cpu, bus);
+        cpu.engine.address_space = bus.mmu().address_space();
         if self.session.mode.has(Mode::SEGMENTED) {
             set_bounds(cpu);
         }

@@ -30,6 +30,7 @@ pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
         let _ = bus.load_root(cpu);
     }
     if is_other_view {
+        bus.mmu().tell_view();
         bus.select_view(cpu);
     }
 }
@@ -48,19 +49,24 @@ fn change_view<B: JitBus>(
     let from = cpu.engine.tables();
     change(cpu);
     let is = view(cpu);
+    let made = bus.mmu().views_made();
     bus.select_view(cpu);
+    let leads_back = bus.mmu().views_made() == made;
     jit.set_view(cpu, bus);
     let same = target_key(cpu) == key;
     if !same || bus.mmu().views_made() != jit.session.views_made {
         cpu.engine.forget_views();
     }
     let frame = &mut cpu.engine;
-    if same && was != is && frame.log() == 0 {
+    if same && leads_back && was != is && frame.log() == 0 {
         // SAFETY: both are tables of views that the MMU has. `views_made` tells when it has made another view in place
         // of one of them; both are forgotten then, before translated code runs.
         unsafe {
             frame.set_view(was.0, was.1, from);
             frame.set_view(is.0, is.1, frame.tables());
+        }
+        if (was, is) == ((true, false), (true, true)) {
+            jit.note_access(cpu, from);
         }
         jit.session.views_made = bus.mmu().views_made();
     }
@@ -79,8 +85,11 @@ fn change_key_rights<B: JitBus>(
     }
     let key = target_key(cpu);
     let from = cpu.engine.tables();
+    let was_shared = bus.mmu().are_tables_shared();
     cpu.pkru = pkru;
     bus.select_view(cpu);
+    // In another address space, the same tables may lead to others.
+    let leads_on = !was_shared || bus.mmu().are_tables_shared();
     jit.set_view(cpu, bus);
     if bus.mmu().views_made() != jit.session.views_made {
         cpu.engine.forget_views();
@@ -88,7 +97,7 @@ fn change_key_rights<B: JitBus>(
     }
     let frame = &mut cpu.engine;
     frame.forget_supervisor_views();
-    if frame.log() == 0 {
+    if frame.log() == 0 && leads_on {
         // SAFETY: the live tables are those of a view that the MMU has. `views_made` tells when it has made another
         // view in its place; the pair is forgotten then, before translated code runs.
         unsafe { frame.set_key_view(from, pkru) };

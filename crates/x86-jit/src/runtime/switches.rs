@@ -41,12 +41,29 @@ impl<B: JitBus> Jit<B> {
         self.session.switches.set(Switch {
             value,
             epoch,
-            view: mmu.live_view(),
             kept,
             tables: frame.tables(),
             key,
             salt,
-            number: frame.number,
+            number: frame.number as u32,
+            view: mmu.live_view() as u32,
+            address_space: frame.address_space as u32,
+            access: 0,
         });
+    }
+
+    /// Notes that setting RFLAGS.AC leads from the tables `from` to the live ones, so that generated code that loads CR3
+    /// knows both views.
+    pub(crate) fn note_access(&mut self, cpu: &CpuState, from: u64) {
+        let frame = &cpu.engine;
+        for value in [cpu.cr3, cpu.cr3 | cr3::NO_FLUSH] {
+            let known = self.session.switches.get_mut(value);
+            if let Some(switch) = known
+                && switch.tables == from
+                && u64::from(switch.address_space) == frame.address_space
+            {
+                switch.access = Switch::place(frame.tables()).unwrap_or(0);
+            }
+        }
     }
 }

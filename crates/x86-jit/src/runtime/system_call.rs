@@ -77,7 +77,7 @@ impl<B: JitBus> Jit<B> {
             salt = frame.counted_salt;
         }
         self.session.levels.set(LevelChange {
-            from,
+            from: LevelChange::from(from, frame.address_space),
             from_key,
             epoch: bus.mmu().switch_epochs().flushing,
             cr0: cpu.cr0 as u32,

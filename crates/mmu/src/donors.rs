@@ -1,0 +1,158 @@
+//! Which context gives its tables to one that needs some.
+
+use crate::{Mmu, context::Context, tables::Tables, view::View};
+
+/// Number of contexts that are remembered as having been current last.
+const LAST: usize = 8;
+/// One in this many contexts that need tables gets those of a context that has not been current for long.
+const PATIENCE: u32 = 64;
+/// Number of contexts among which the oldest gives way. (If the very oldest of all did, more contexts taking turns than
+/// there is room for would never find theirs.)
+const SAMPLE: usize = 8;
+/// Number of times that contexts whose address space is gone are looked for before that is done seldom.
+const FEW_LOOKS: u32 = 64;
+
+impl Mmu {
+    /// Returns a context that has not been current for long, among those for which `f` is true.
+    pub(crate) fn long_unused(&mut self, f: impl Fn(&Context) -> bool) -> usize {
+        let n = self.contexts.len();
+        let first = self.hand;
+        let mut found: Option<usize> = None;
+        let mut seen = 0;
+        for i in (first..n).chain(0..first.min(n)) {
+            let context = &self.contexts[i];
+            if i == self.current || !f(context) {
+                continue;
+            }
+            if found.is_none_or(|found| context.used < self.contexts[found].used) {
+                found = Some(i);
+            }
+            seen += 1;
+            self.hand = i + 1;
+            if seen == SAMPLE {
+                break;
+            }
+        }
+        found.unwrap_or(0)
+    }
+
+    pub(crate) fn free_tables(&mut self, views: &[(View, usize)]) {
+        for (_, tables) in views {
+            self.views[*tables].flush();
+            self.views[*tables].taken = false;
+        }
+    }
+
+    /// Returns the context that gives its tables to one that needs some, if no tables are free. Where more contexts take
+    /// turns than have tables, a context that was current just now will be current again last, and its tables are in the
+    /// processor's caches. (Not the very last contexts: a process may have two roots.)
+    fn donor(&mut self) -> Option<usize> {
+        self.donors += 1;
+        let has_tables = |n: &&usize| **n != self.current && !self.contexts[**n].views.is_empty();
+        let mut last = self.last.iter().skip(2);
+        let found = match last.find(has_tables) {
+            Some(last) if !self.donors.is_multiple_of(PATIENCE) => *last,
+            _ => self.long_unused(|c| !c.views.is_empty()),
+        };
+        (found != self.current && !self.contexts[found].views.is_empty()).then_some(found)
+    }
+
+    /// Notes that the context is now the one that was current last.
+    pub(crate) fn note_last(&mut self, context: usize) {
+        if self.last.first() == Some(&context) {
+            return;
+        }
+        match self.last.iter().position(|n| *n == context) {
+            Some(place) => drop(self.last.remove(place)),
+            None => self.last.truncate(LAST - 1),
+        }
+        self.last.insert(0, context);
+    }
+
+    /// Returns tables that belong to nobody. `None`: the current context's are all that there may be.
+    pub(crate) fn new_tables(&mut self) -> Option<usize> {
+        let free = self.views.iter().position(|t| !t.taken);
+        if free.is_some() {
+            return free;
+        }
+        if let Some(gone) = self.gone_context() {
+            return self.take_tables(gone);
+        }
+        if core::mem::take(&mut self.contexts[self.current].gave_tables) {
+            self.enough_tables += 1;
+        }
+        let has_room = self.views.len() < self.budget.tables;
+        let other = if !has_room {
+            Some(self.donor()?)
+        } else if self.views.len() < self.enough_tables {
+            None
+        } else {
+            let oldest = self.long_unused(|c| !c.views.is_empty());
+            let is_other = oldest != self.current && !self.contexts[oldest].views.is_empty();
+            is_other.then_some(oldest)
+        };
+        let Some(other) = other else {
+            self.views.push(Tables::default());
+            return Some(self.views.len() - 1);
+        };
+        self.contexts[other].gave_tables = has_room;
+        self.take_tables(other)
+    }
+
+    /// Takes all tables of a context. Returns some of them.
+    fn take_tables(&mut self, from: usize) -> Option<usize> {
+        let context = &mut self.contexts[from];
+        context.recent = [None; 4];
+        let views = core::mem::take(&mut context.views);
+        self.free_tables(&views);
+        views.first().map(|(_, tables)| *tables)
+    }
+
+    /// Returns a context with tables whose address space the guest has taken down: one of the next two, but seldom looks
+    /// if there was none for long.
+    fn gone_context(&mut self) -> Option<usize> {
+        self.looks_for_gone += 1;
+        let n = self.contexts.len();
+        if self.looks_for_gone > FEW_LOOKS && !self.looks_for_gone.is_multiple_of(SAMPLE as u32) {
+            return None;
+        }
+        let mut left = 2;
+        for _ in 0..n {
+            self.gone_hand = (self.gone_hand + 1) % n;
+            let context = &self.contexts[self.gone_hand];
+            if self.gone_hand == self.current || context.views.is_empty() {
+                continue;
+            }
+            // The entries of others may be in memory that is not there any more.
+            let is_known = context.left >= self.flushes.everything;
+            if let Some(derived) = context.derived.as_ref().filter(|_| is_known)
+                && derived.is_gone()
+            {
+                self.looks_for_gone = 0;
+                return Some(self.gone_hand);
+            }
+            left -= 1;
+            if left == 0 {
+                break;
+            }
+        }
+        None
+    }
+
+    /// Returns the tables of the current context's view that was selected least recently: not `kept`, and not one of the
+    /// two in use if there is another.
+    pub(crate) fn take_own_tables(&mut self, kept: Option<usize>) -> usize {
+        let views = &self.contexts[self.current].views;
+        let by_use = |(_, (_, t)): &(usize, &(View, usize))| {
+            (*t == self.live || *t == self.system, self.views[*t].used)
+        };
+        let others = views
+            .iter()
+            .enumerate()
+            .filter(|(_, (_, t))| Some(*t) != kept);
+        let victim = others.min_by_key(by_use).map_or(0, |(i, _)| i);
+        let (_, tables) = self.contexts[self.current].views.swap_remove(victim);
+        self.views[tables].flush();
+        tables
+    }
+}
