@@ -2,6 +2,8 @@
 
 mod machine;
 
+use std::ops::Range;
+
 use machine::Machine;
 use mmu::{Policy, l1::Half};
 use x86_cpu::{Access, Flush, Privilege};
@@ -58,6 +60,38 @@ fn processes_that_come_back_have_tables() {
     assert!(tables >= ROOTS, "{tables}");
     (0..ROOTS).for_each(|root| run(&mut m, root));
     assert_eq!(m.mmu.stats().views_made, made);
+}
+
+/// Where there are no more tables, those of address spaces that the guest has taken down go first.
+#[test]
+fn address_spaces_that_are_gone_give_their_tables() {
+    let mut m = guest();
+    let half = ROOTS / 4;
+    m.mmu.set_max_tables(&m.cpu, 2 * half as usize + 2);
+    let lap = |m: &mut Machine, roots: Range<u64>| {
+        for _ in 0..10 {
+            roots.clone().for_each(|root| run(m, root));
+        }
+    };
+    lap(&mut m, 0..2 * half);
+    for at in (0..half).flat_map(|root| tables_of(&m, root)) {
+        m.poke(at, 8, 0);
+    }
+    lap(&mut m, half..3 * half);
+    let made = m.mmu.stats().views_made;
+    lap(&mut m, half..3 * half);
+    assert_eq!(m.mmu.stats().views_made, made);
+}
+
+/// The addresses of the entries that lead to the page.
+fn tables_of(m: &Machine, root: u64) -> Vec<u64> {
+    let mut table = ROOT + root * 4096;
+    let entry = |level: u32| {
+        let at = table + (GVA >> (12 + 9 * (level - 1)) & 511) * 8;
+        table = m.peek(at, 8) & 0x000f_ffff_ffff_f000;
+        at
+    };
+    (1..=4).rev().map(entry).collect()
 }
 
 const KERNEL: u64 = 0xffff_8000_0000_1000;
