@@ -10,7 +10,7 @@ use crate::{
 pub(crate) struct Tables {
     pub l1: L1,
     pub fetch: FetchTable,
-    /// A number that only these contents of `fetch` have: see [`Mmu::fetch_epoch`].
+    /// A number that only these contents of `fetch` have: see [`crate::Mmu::fetch_epoch`].
     pub epoch: u64,
     /// The value of `Mmu::verification` that `epoch` belongs to.
     pub verification: u64,
