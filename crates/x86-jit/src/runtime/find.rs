@@ -34,10 +34,7 @@ impl<B: JitBus> Jit<B> {
     /// Does the same after a change of mode or view, where mappings have not changed.
     pub(crate) fn update_mode(&mut self, cpu: &mut CpuState, bus: &mut B) {
         if bus.mmu().views_made() != self.session.views_made {
-            // The live view may be to have other tables.
-            bus.select_view(cpu);
             cpu.engine.forget_views();
-            self.session.views_made = bus.mmu().views_made();
         }
         let plain_tsc = self.session.plain_tsc;
         self.session.mode = mode_of(cpu, plain_tsc);
@@ -101,6 +98,11 @@ impl<B: JitBus> Jit<B> {
             self.disturb(cpu, bus);
         }
         self.heed_breakpoints(cpu, bus);
+        if bus.mmu().views_made() != self.session.views_made {
+            // The live view may be to have other tables. (Not once code was fetched through these: its key is theirs.)
+            bus.select_view(cpu);
+            self.session.views_made = bus.mmu().views_made();
+        }
         self.select(cpu, bus);
         self.note_places(cpu, bus);
         let page = page_of(cpu);
