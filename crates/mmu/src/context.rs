@@ -445,30 +445,10 @@ impl Mmu {
         self.reach.publish(t.l1.reach_mut());
     }
 
-    /// The current context, whose translations are all dropped, may share tables.
-    pub(crate) fn share_again(&mut self) {
-        if self.owns_all(self.current) && !self.begins_alone() {
-            let context = &mut self.contexts[self.current];
-            context.owns_all = false;
-            context.recent = [None; 4];
-        }
-    }
-
     /// Has each context look for its tables at the next selection of a view.
     pub(crate) fn forget_recent_views(&mut self) {
         for context in &mut self.contexts {
             context.recent = [None; 4];
         }
-    }
-
-    pub(crate) fn owns_all(&self, context: usize) -> bool {
-        self.contexts[context].owns_all
-    }
-
-    /// Has the context share no tables. Returns true if it has shared some.
-    pub(crate) fn own_all(&mut self, context: usize) -> bool {
-        let context = &mut self.contexts[context];
-        context.recent = [None; 4];
-        !core::mem::replace(&mut context.owns_all, true)
     }
 }

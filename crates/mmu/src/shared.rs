@@ -55,7 +55,8 @@ impl Mmu {
     pub(crate) fn shared_tables(&mut self, view: View) -> Option<usize> {
         let is_long = matches!(self.paging.mode, Mode::Level4 | Mode::Level5);
         let may_share = view.keeps_off_users() && self.paging.global_pages && is_long;
-        if !may_share || self.owns_all(self.current) || self.budget.tables < LEAST_TO_SHARE {
+        if !may_share || self.contexts[self.current].owns_all || self.budget.tables < LEAST_TO_SHARE
+        {
             return None;
         }
         let world = self.contexts[self.current].key.world;
@@ -131,6 +132,15 @@ impl Mmu {
         is_alone
     }
 
+    /// The current context, whose translations are all dropped, may share tables.
+    pub(crate) fn share_again(&mut self) {
+        if self.contexts[self.current].owns_all && !self.begins_alone() {
+            let context = &mut self.contexts[self.current];
+            context.owns_all = false;
+            context.recent = [None; 4];
+        }
+    }
+
     /// Notes that the next view that is selected is one that generated code has changed to by itself.
     pub(crate) fn tell_view(&mut self) {
         self.shared.is_told = true;
@@ -154,9 +164,9 @@ impl Mmu {
     fn drop_private(&mut self, context: usize) {
         self.views_made += 1;
         self.for_shared_tables(|_| true, Tables::drop_non_global);
-        if self.own_all(context) {
-            self.shared.refusals += 1;
-        }
+        let context = &mut self.contexts[context];
+        context.recent = [None; 4];
+        self.shared.refusals += u32::from(!core::mem::replace(&mut context.owns_all, true));
     }
 
     /// Drops all of the shared tables of this address space of slots, or of all.
