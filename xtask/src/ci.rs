@@ -92,7 +92,7 @@ const STEPS: &[(&str, Task)] = &[
         "lock-step",
         Own(|| crate::lockstep::run(&crate::lockstep::Options { quick: true })),
     ),
-    ("tests", Cargo(&["test", "--workspace"])),
+    ("tests", Cargo(&["test", "--workspace", "--no-fail-fast"])),
 ];
 
 /// Runs every step. Stops at the first that fails.

@@ -5,7 +5,7 @@
 mod guest;
 
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use guest::ioctl;
+use guest::{ioctl, is_amd};
 use kvm_bindings::*;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -101,6 +101,7 @@ fn msrs_are_registers() {
     const MSR: u64 = 0x2030_0002_0000_0000;
     const TSC_AUX: u64 = 0xc000_0103;
     const STAR: u64 = 0xc000_0081;
+    const LSTAR: u64 = 0xc000_0082;
     let kvm = Kvm::new().unwrap();
     assert!(kvm.check_extension_raw(KVM_CAP_ONE_REG.into()) > 0);
     let vm = kvm.create_vm().unwrap();
@@ -124,7 +125,13 @@ fn msrs_are_registers() {
         let error = vcpu.get_one_reg(id, &mut [0; 8]).unwrap_err();
         assert_eq!(error.errno(), libc::EINVAL, "{id:#x}");
     }
-    let refused = vcpu.set_one_reg(MSR | TSC_AUX, &u64::MAX.to_le_bytes());
+    // AMD's processors ignore the upper half, Intel's do not.
+    let wide = vcpu.set_one_reg(MSR | TSC_AUX, &u64::MAX.to_le_bytes());
+    assert_eq!(
+        wide.map_err(|e| e.errno()).err(),
+        (!is_amd()).then_some(libc::EINVAL)
+    );
+    let refused = vcpu.set_one_reg(MSR | LSTAR, &(1u64 << 62).to_le_bytes());
     assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
     let mut list = kvm_reg_list {
         n: 5,

@@ -6,7 +6,7 @@ mod guest;
 mod long_mode;
 
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use guest::{Guest, RAM, Ram, add_slot};
+use guest::{Guest, RAM, Ram, add_slot, is_amd};
 use kvm_bindings::*;
 use long_mode::Machine;
 
@@ -55,8 +55,7 @@ fn without_the_quirk_msrs_of_features_begin_as_zero() {
     };
     let stuffed = all(0);
     assert!(stuffed[2] != 0, "{stuffed:x?}");
-    let is_amd = core::arch::x86_64::__cpuid(0).ecx.to_le_bytes() == *b"cAMD";
-    let microcode = if is_amd { 0x0100_0065 } else { 0x1_0000_0000 };
+    let microcode = if is_amd() { 0x0100_0065 } else { 0x1_0000_0000 };
     assert_eq!(stuffed[3], microcode);
     assert_eq!(all(quirk), [0; 4]);
 }

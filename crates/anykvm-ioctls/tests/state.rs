@@ -6,7 +6,7 @@ mod guest;
 mod stats_fd;
 
 use anykvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer, VcpuFd, VmFd};
-use guest::{Guest, ioctl};
+use guest::{Guest, ioctl, is_amd};
 use kvm_abi::numbers::*;
 use kvm_bindings::*;
 use stats_fd::read_stats;
@@ -293,7 +293,12 @@ fn every_listed_msr_round_trips() {
         assert_eq!(vcpu.set_msrs(&msrs).unwrap(), 1, "{index:#x}");
         let mut back = Msrs::from_entries(&[kvm_msr_entry { data: 0, ..entry }]).unwrap();
         assert_eq!(vcpu.get_msrs(&mut back).unwrap(), 1);
-        assert_eq!(back.as_slice()[0].data, data, "{index:#x}");
+        // AMD's processors keep 32 bits of IA32_SYSENTER_ESP.
+        let kept = match index {
+            0x175 if is_amd() => data & u64::from(u32::MAX),
+            _ => data,
+        };
+        assert_eq!(back.as_slice()[0].data, kept, "{index:#x}");
     }
 }
 

@@ -19,7 +19,9 @@ const SCALE: Scale = Scale {
     decades: 4,
 };
 /// Size of the guest's memory: the largest table, and what the kernel needs.
-const RAM: &str = "3G";
+const RAM: &str = "4G";
+/// The table in pages of 1 GiB, which a kernel has to find while its memory is free.
+const WORDS: &str = "hugepagesz=1G hugepages=1";
 
 const fn table(name: &'static str, script: &'static str) -> Workload {
     Workload {
@@ -40,13 +42,16 @@ const WORKLOADS: &[Workload] = &[
     table("write-256-2m", "./memory write 256 2m"),
     table("write-1024-2m", "./memory write 1024 2m"),
     table("write-2048-2m", "./memory write 2048 2m"),
+    table("write-1024-1g", "./memory write 1024 1g"),
     table("read-256-4k", "./memory read 256 4k"),
     table("read-1024-4k", "./memory read 1024 4k"),
     table("read-1024-2m", "./memory read 1024 2m"),
+    table("read-1024-1g", "./memory read 1024 1g"),
     table("chase-16-4k", "./memory chase 16 4k"),
     table("chase-256-4k", "./memory chase 256 4k"),
     table("chase-1024-4k", "./memory chase 1024 4k"),
     table("chase-1024-2m", "./memory chase 1024 2m"),
+    table("chase-1024-1g", "./memory chase 1024 1g"),
     table("join-512-4k", "./memory join 512 4k"),
     table("join-512-2m", "./memory join 512 2m"),
     table("collect-512-4k", "./memory collect 512 4k"),
@@ -130,8 +135,11 @@ pub(super) fn run(
     let mut rows: Vec<Row> = workloads.iter().map(|w| Row::new(w)).collect();
     for round in 1..=args.rounds {
         for machine in &machines {
-            let run =
-                files.run_script(&Guest::new(*machine, 1, RAM), Some(Suite::Memory), &script)?;
+            let guest = Guest {
+                words: WORDS,
+                ..Guest::new(*machine, 1, RAM)
+            };
+            let run = files.run_script(&guest, Some(Suite::Memory), &script)?;
             note(&format!(
                 "round {round} of {}: {machine:?}: {:.1} s",
                 args.rounds,
