@@ -90,6 +90,9 @@ impl Mmu {
             self.catch_up();
             is_fresh = true;
         }
+        if seen == self.flushes.seen() {
+            return;
+        }
         let Some(pages) = self.flushes.global_since(&mut seen, pcid) else {
             self.drop_current();
             return;

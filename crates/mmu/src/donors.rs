@@ -62,11 +62,12 @@ impl Mmu {
         if self.last.first() == Some(&context) {
             return;
         }
-        match self.last.iter().position(|n| *n == context) {
-            Some(place) => drop(self.last.remove(place)),
-            None => self.last.truncate(LAST - 1),
+        if let Some(place) = self.last.iter().position(|n| *n == context) {
+            self.last[..=place].rotate_right(1);
+        } else {
+            self.last.truncate(LAST - 1);
+            self.last.insert(0, context);
         }
-        self.last.insert(0, context);
     }
 
     /// Returns tables that belong to nobody. `None`: the current context's are all that there may be.

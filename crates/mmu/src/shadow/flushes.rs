@@ -42,7 +42,7 @@ impl Log {
 }
 
 /// Up to where a context has seen each log.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Seen {
     private: u64,
     global: u64,

@@ -285,6 +285,7 @@ fn normal(cpu: &CpuState) -> CpuState {
 
 impl<B: JitBus> Jit<B> {
     /// Executes stretches, and does what has to be done where each ends.
+    #[cold]
     pub(crate) fn enter_checked(
         &mut self,
         interp: &mut Interp<B>,
