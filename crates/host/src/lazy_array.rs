@@ -80,6 +80,13 @@ impl<T: Element> LazyArray<T> {
             mapping.advise_huge();
         }
     }
+
+    /// Asks for no huge pages. A hint.
+    pub fn advise_small(&self) {
+        if let Storage::Mapped(mapping) = &self.storage {
+            mapping.advise_small();
+        }
+    }
 }
 
 impl<T: Element> Default for LazyArray<T> {

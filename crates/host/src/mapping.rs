@@ -84,13 +84,18 @@ impl Mapping {
         self.advise(libc::MADV_HUGEPAGE);
     }
 
+    /// Asks for no huge pages. A hint as well.
+    pub fn advise_small(&self) {
+        self.advise(libc::MADV_NOHUGEPAGE);
+    }
+
     /// Asks the kernel not to give the range to children of `fork`.
     pub fn advise_dontfork(&self) {
         self.advise(libc::MADV_DONTFORK);
     }
 
     fn advise(&self, advice: libc::c_int) {
-        // SAFETY: the range is this mapping's, and neither advice changes its contents.
+        // SAFETY: the range is this mapping's, and no such advice changes its contents.
         let _ = unsafe {
             let base = self.base.as_ptr().expose_provenance();
             system::call(libc::SYS_madvise, [base, self.len, advice as usize])

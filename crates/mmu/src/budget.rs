@@ -12,7 +12,8 @@ use crate::{
     Mmu,
     context::{Context, MAX_TRACKED},
     fetch::FetchTable,
-    l1::L1,
+    growth::MOST,
+    l1::{L1, Size},
     shadow::derived::Derived,
     tables::Tables,
 };
@@ -34,7 +35,9 @@ const MIN_CONTEXTS: usize = 4;
 
 const PAGE: usize = 4096;
 /// Number of pages of one view's tables.
-const TABLES_PAGES: usize = (size_of::<Tables>() + L1::BYTES + FetchTable::BYTES).div_ceil(PAGE);
+const TABLES_PAGES: usize = (size_of::<Tables>() + L1::bytes(Size::Small) + FetchTable::BYTES).div_ceil(PAGE);
+/// Number of pages of tables that have grown.
+const LARGE_PAGES: usize = L1::bytes(Size::Large).div_ceil(PAGE);
 /// Number of pages of a tracked context.
 const CONTEXT_PAGES: usize = (size_of::<Context>() + Derived::BYTES).div_ceil(PAGE);
 
@@ -43,6 +46,8 @@ const CONTEXT_PAGES: usize = (size_of::<Context>() + Derived::BYTES).div_ceil(PA
 pub(crate) struct Budget {
     pub(crate) contexts: usize,
     pub(crate) tables: usize,
+    /// Number of sets of large tables, in addition.
+    pub(crate) large: usize,
 }
 
 impl Default for Budget {
@@ -50,20 +55,25 @@ impl Default for Budget {
         Self {
             contexts: MAX_TRACKED,
             tables: MAX_TABLES,
+            large: MOST,
         }
     }
 }
 
 impl Budget {
-    /// Shares out the pages: a quarter is for contexts, or less if that would not leave room for the fewest tables.
+    /// Shares out the pages: a quarter is for contexts, or less if that would not leave room for the fewest tables. Large
+    /// tables take what is left when there can be no more small ones.
     fn of_pages(pages: usize) -> Self {
         let left = pages.saturating_sub(MIN_TABLES * TABLES_PAGES);
         let contexts = (pages / 4).min(left) / CONTEXT_PAGES;
         let contexts = contexts.clamp(MIN_CONTEXTS, MAX_TRACKED);
         let rest = pages.saturating_sub(contexts * CONTEXT_PAGES);
+        let tables = (rest / TABLES_PAGES).clamp(MIN_TABLES, MAX_TABLES);
+        let left = rest.saturating_sub(tables * TABLES_PAGES);
         Self {
             contexts,
-            tables: (rest / TABLES_PAGES).clamp(MIN_TABLES, MAX_TABLES),
+            tables,
+            large: (left / LARGE_PAGES).min(MOST),
         }
     }
 }
@@ -77,7 +87,9 @@ impl Mmu {
 
     fn begin_with(&mut self, cpu: &CpuState, budget: Budget) {
         self.budget = budget;
-        let fits = self.contexts.len() <= budget.contexts && self.views.len() <= budget.tables;
+        let fits = self.contexts.len() <= budget.contexts
+            && self.views.len() <= budget.tables
+            && self.growth.large <= budget.large;
         if fits && (budget.tables >= LEAST_TO_SHARE || !self.shares_tables()) {
             return;
         }
@@ -85,6 +97,7 @@ impl Mmu {
         self.forget_contexts();
         let gone = self.views.drain(self.budget.tables.min(self.views.len())..);
         self.reach_hits_gone += gone.map(|t| t.l1.reach_hits()).sum::<u64>();
+        self.forget_large_tables();
         (self.live, self.system) = (0, 0);
         self.contexts.shrink_to_fit();
         self.set_root(cpu);
@@ -108,7 +121,9 @@ impl Mmu {
         Kept {
             contexts: self.contexts.len(),
             tables: self.views.len(),
-            pages: self.contexts.len() * CONTEXT_PAGES + self.views.len() * TABLES_PAGES,
+            pages: self.contexts.len() * CONTEXT_PAGES
+                + self.views.len() * TABLES_PAGES
+                + self.growth.large * LARGE_PAGES,
         }
     }
 }
@@ -137,7 +152,9 @@ mod tests {
     fn a_budget_is_not_exceeded() {
         for pages in (0..2_000).chain((2_000..100_000).step_by(97)) {
             let budget = Budget::of_pages(pages);
-            let all = budget.contexts * CONTEXT_PAGES + budget.tables * TABLES_PAGES;
+            let all = budget.contexts * CONTEXT_PAGES
+                + budget.tables * TABLES_PAGES
+                + budget.large * LARGE_PAGES;
             assert!(all <= pages.max(Kept::LEAST_PAGES), "{pages}: {budget:?}");
             assert!(budget.contexts >= MIN_CONTEXTS && budget.tables >= MIN_TABLES);
         }

@@ -429,6 +429,7 @@ impl Mmu {
     /// Makes empty tables those of a view.
     pub(crate) fn begin_view(&mut self, tables: usize, view: View) {
         self.forget_pages();
+        self.shrink_tables(tables);
         self.contexts[self.current].recent = [None; 4];
         self.stats.views_made += 1;
         self.views_made += 1;

@@ -93,7 +93,8 @@ impl Mmu {
             is_other.then_some(oldest)
         };
         let Some(other) = other else {
-            self.views.push(Tables::default());
+            let l1 = self.growth.small_tables();
+            self.views.push(Tables::new(l1));
             return Some(self.views.len() - 1);
         };
         self.contexts[other].gave_tables = has_room;

@@ -158,6 +158,21 @@ impl Front<'_> {
         self.0.views_made
     }
 
+    /// Looks at how many misses translated code has had in the live view since the last call, about 100 us ago: its tables
+    /// may have to grow.
+    pub fn sample_misses(self, cpu: &CpuState) {
+        self.0.sample_misses(cpu);
+    }
+
+    /// Exchanges the live tables for larger ones if they are to grow. [`Self::views_made`] changes then, and who has
+    /// noted where the tables are has to look anew.
+    #[inline]
+    pub fn grow_tables(self, cpu: &CpuState) {
+        if self.0.growth.is_due {
+            self.0.grow_tables(cpu);
+        }
+    }
+
     /// The number of the current address space, whose tables others may share. It does not change its meaning while
     /// [`Self::switch_epochs`] stay the same.
     pub fn address_space(&self) -> u64 {

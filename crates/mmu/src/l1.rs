@@ -1,16 +1,16 @@
 //! L1: direct-mapped tables from guest page to host page, for reads and for writes.
 //!
 //! ```text
-//! i = (gva >> 12) & (ENTRIES - 1)       BEXTR by the base
+//! i = (gva >> 12) & (entries - 1)       BEXTR by the base
 //! offset = gva - tags[half][i]          in the page if and only if hit
 //! hit  ⇔  offset <= 4096 - size         one compare, any alignment
 //! host address = offset + pages[i]      one page for both halves
 //! ```
 //!
-//! Generated code probes the tables inline, from one base: the layout is fixed,
-//! and the size as well. A mask or a second base in memory costs 2 ns per access
-//! between stores, while tables that are mostly empty cost nothing but address
-//! space: flushing them takes as long as they are filled.
+//! Generated code probes the tables inline, from one base: the layout is fixed. A mask or a second base in memory costs
+//! 2 ns per access between stores. So the base says how many entries there are: [`ENTRIES`], or sixteen times as many
+//! ([`crate::growth`]). Tables that are mostly empty cost nothing but address space: flushing them takes as long as
+//! they are filled.
 //!
 //! Before the tables lies the *stack's entry*, a copy of the write entry through which the stack was last accessed.
 //! Generated code compares it without computing an index. The copy is dropped with the entry, and also in other cases
@@ -29,8 +29,8 @@ use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
 
 use guest_memory::TaggedPage as Entry;
 pub use guest_memory::tagged::{
-    BASE, L2Key, PAGES as PAGES_OFFSET, Reach, SEEN_PAGES, SHORT_WORDS, SINGLE as STACK_OFFSET,
-    SITE_ENTRIES, word,
+    Block, L2Key, PAGES as PAGES_OFFSET, Reach, SEEN_PAGES, SHORT_WORDS, SINGLE as STACK_OFFSET,
+    SITE_ENTRIES, Size, word,
 };
 use guest_memory::{
     HostPage, TaggedPages,
@@ -46,21 +46,21 @@ pub const fn empty_tag(i: usize) -> u64 {
 
 /// Returns the offset of per-site entry `n` from the base.
 pub const fn site_entry(n: usize) -> i32 {
-    tagged::site_entry::<ENTRIES>(n)
+    tagged::site_entry(n)
 }
 /// Offset from the base of a bit for each per-site entry that may have a page.
-pub const SITE_ENTRIES_USED: i32 = tagged::site_entries_used::<ENTRIES>();
+pub const SITE_ENTRIES_USED: i32 = tagged::site_entries_used();
 /// Offset from the base of a bit for each page number modulo [`SITE_ENTRIES_PAGES`] that some per-site entry may have.
-pub const SITE_ENTRIES_SEEN: i32 = tagged::site_entries_seen::<ENTRIES>();
+pub const SITE_ENTRIES_SEEN: i32 = tagged::site_entries_seen();
 pub use tagged::SEEN as SITE_ENTRIES_PAGES;
 /// Offset from the base of a counter of 32 bits for each per-site entry. Generated code counts there.
-pub const SITE_ENTRY_COUNTS: i32 = tagged::site_entry_counts::<ENTRIES>();
+pub const SITE_ENTRY_COUNTS: i32 = tagged::site_entry_counts();
 /// Offset from the base of a buffer in which generated code joins [`BOUNCE_LEN`] bytes from each of two pages.
-pub const BOUNCE: i32 = tagged::bounce::<ENTRIES>();
+pub const BOUNCE: i32 = tagged::bounce();
 pub use tagged::{BOUNCE_LEN, INLINE_CACHES, PAGE_GUARDS};
 /// Returns the offset of page guard `n` from the base. A page guard is 0, or what its user has written.
 pub const fn page_guard(n: usize) -> i32 {
-    tagged::page_guard::<ENTRIES>(n)
+    tagged::page_guard(n)
 }
 
 /// The tag of the stack's entry, and of a per-site entry, while the entry has no page.
@@ -82,28 +82,30 @@ fn no_page() -> Entry {
     }
 }
 
-/// Number of entries of each half.
-pub const ENTRIES: usize = 1 << 14;
+/// Number of entries of each half, in tables that have not grown.
+pub const ENTRIES: usize = Size::Small.entries();
+/// The same in tables that have.
+pub const LARGE_ENTRIES: usize = Size::Large.entries();
+/// The low bits of the base of tables that have not grown.
+pub const BASE: usize = Size::Small.base();
 
 /// Offset from the base of the number of the tables' view.
 pub const VIEW: i32 = REACH + core::mem::offset_of!(Reach, view) as i32;
 
 /// Offset from the base of a [`Reach`].
-pub const REACH: i32 = tagged::reach::<ENTRIES>();
+pub const REACH: i32 = tagged::reach();
 
 const _: () = assert!(core::mem::offset_of!(Entry, tag) == 0);
 const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
 const _: () = assert!(ENTRIES.is_power_of_two() && GROUP == 64);
 const _: () = assert!(ENTRIES.is_multiple_of(SITE_ENTRIES_PAGES));
-// The operand of BEXTR that extracts the index of an entry.
-const _: () = assert!(BASE == 12 | (ENTRIES.trailing_zeros() as usize) << 8);
 
 /// Returns the offset of inline cache `n` from the base: three words, which are 0 or written by generated code.
 pub const fn inline_cache(n: usize) -> i32 {
-    tagged::inline_cache::<ENTRIES>(n)
+    tagged::inline_cache(n)
 }
 /// Offset from the base of the bits that generated code sets for inline caches that are not 0.
-pub const INLINE_CACHES_USED: i32 = tagged::inline_caches_used::<ENTRIES>();
+pub const INLINE_CACHES_USED: i32 = tagged::inline_caches_used();
 
 /// The two halves of the tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,7 +122,7 @@ impl Half {
     pub const ALL: [Self; 2] = [Self::Read, Self::Write];
     /// Returns the offset of the half's tags from the base.
     pub const fn tags(self) -> i32 {
-        tagged::tags::<ENTRIES>(self as usize)
+        tagged::tags(self as usize)
     }
 }
 
@@ -128,7 +130,7 @@ impl Half {
 #[derive(Debug)]
 pub struct L1 {
     /// The tables' memory. Its single entry is the stack's.
-    pages: TaggedPages<ENTRIES>,
+    pages: TaggedPages,
     /// Numbers of the page guards that are not 0.
     page_guards_used: Vec<u16>,
     /// The view's fetch epoch, and the generation of who sets page guards, for which the page guards are right.
@@ -136,8 +138,17 @@ pub struct L1 {
 }
 
 impl Default for L1 {
+    /// Makes tables in memory of their own. Without memory the process ends, as when a `Box` cannot be had.
     fn default() -> Self {
-        let mut pages = TaggedPages::zeroed();
+        let pages = Block::new(Size::Small).ok().and_then(|mut b| b.tables());
+        let layout = core::alloc::Layout::new::<[u64; ENTRIES]>();
+        Self::new(pages.unwrap_or_else(|| std::alloc::handle_alloc_error(layout)))
+    }
+}
+
+impl L1 {
+    /// Makes empty tables of what is all zero.
+    pub(crate) fn new(mut pages: TaggedPages) -> Self {
         *pages.single() = no_page();
         pages.site_entries().0.fill(no_page());
         for half in Half::ALL {
@@ -152,8 +163,31 @@ impl Default for L1 {
 }
 
 impl L1 {
-    /// Size of a view's tables in bytes.
-    pub(crate) const BYTES: usize = TaggedPages::<ENTRIES>::BYTES + PAGE_GUARDS * size_of::<u16>();
+    /// Returns the size of a view's tables in bytes.
+    pub(crate) const fn bytes(size: Size) -> usize {
+        TaggedPages::bytes(size) + PAGE_GUARDS * size_of::<u16>()
+    }
+
+    pub(crate) fn size(&self) -> Size {
+        self.pages.size()
+    }
+
+    /// Returns the number of entries that may be filled.
+    pub(crate) fn nr_filled(&self) -> usize {
+        let reach = self.pages.reach();
+        let count = |group: usize| (reach.global[group] | reach.private[group]).count_ones() as usize;
+        self.groups().map(count).sum()
+    }
+
+    /// Makes these tables, which are flushed, those of the view that `other` was of. `other` keeps nothing.
+    pub(crate) fn take_over(&mut self, other: &mut Self) {
+        other.flush(&Half::ALL);
+        other.clear_page_guards();
+        other.page_guards_for = (0, 0);
+        let (to, from) = (self.pages.reach_mut(), other.pages.reach_mut());
+        (to.keys, to.rights, to.view) = (from.keys, from.rights, from.view);
+        to.hits = core::mem::take(&mut from.hits);
+    }
 
     /// Returns the base for generated code: see [`tagged`]. The tables do not move in memory.
     pub fn base(&self) -> u64 {
@@ -219,7 +253,7 @@ impl L1 {
 
     /// Gives these tables the second level of `other`. Generated code that uses them finds nothing there.
     pub fn deny_reach(&mut self, other: &Self) {
-        let from = *other.pages.reach();
+        let from = other.pages.reach();
         let to = self.pages.reach_mut();
         to.keys = [L2Key::default(); 2];
         to.rights = [0; 2];
@@ -297,15 +331,15 @@ impl L1 {
     }
 
     #[inline(always)]
-    fn index(gva: u64) -> usize {
-        (gva >> 12) as usize & (ENTRIES - 1)
+    fn index(&self, gva: u64) -> usize {
+        (gva >> 12) as usize & (self.pages.size().entries() - 1)
     }
 
     /// Returns the host page of the entry that `gva` selects, and `gva`'s offset from the entry's tag. The entry is a hit
     /// if the access's bytes are in a page at that offset, which [`HostPage`]'s accessors check.
     #[inline(always)]
     pub fn probe(&self, half: Half, gva: u64) -> (HostPage, u64) {
-        let e = self.entry(half, Self::index(gva));
+        let e = self.entry(half, self.index(gva));
         (e.host, gva.wrapping_sub(e.tag))
     }
 
@@ -318,7 +352,7 @@ impl L1 {
 
     /// Enters a translation. The two halves of an entry have the same page, or one half has none.
     pub fn insert(&mut self, half: Half, gva: u64, host: HostPage, global: bool) {
-        let i = Self::index(gva);
+        let i = self.index(gva);
         let tag = gva & !0xfff;
         let is_same = self.pages.get(0, i).host == host;
         let tags = Half::ALL.map(|half| self.entry(half, i).tag);
@@ -348,7 +382,8 @@ impl L1 {
     /// Returns the groups that may have entries.
     fn groups(&self) -> impl Iterator<Item = usize> + use<> {
         let words = self.pages.reach().used;
-        words.into_iter().enumerate().flat_map(|(n, mut word)| {
+        let len = self.pages.size().entries() / GROUP / 64;
+        words.into_iter().take(len).enumerate().flat_map(|(n, mut word)| {
             core::iter::from_fn(move || {
                 let bit = word.trailing_zeros() as usize;
                 word &= word.wrapping_sub(1);
@@ -427,7 +462,7 @@ impl L1 {
             self.drop_stack();
         }
         self.drop_site_entries_of(tag);
-        let i = Self::index(gva);
+        let i = self.index(gva);
         for half in Half::ALL {
             if self.entry(half, i).tag == tag {
                 self.empty(half, i);
@@ -440,12 +475,12 @@ impl L1 {
         if self.pages.single().host == host {
             self.drop_stack();
         }
-        // The index is the page's number modulo ENTRIES, so it has the number modulo SITE_ENTRIES_PAGES in it.
+        // The index is the page's number modulo LARGE_ENTRIES, so it has those modulo less in it.
         let page = index % SITE_ENTRIES_PAGES;
         if self.pages.site_entries_seen()[page / 64] >> (page % 64) & 1 != 0 {
             self.drop_site_entries(|site_entry| site_entry.host == host);
         }
-        let i = index % ENTRIES;
+        let i = index % self.pages.size().entries();
         if self.entry(half, i).host == host {
             self.empty(half, i);
         }
@@ -459,8 +494,8 @@ impl L1 {
         }
         self.drop_site_entries(is_of);
         // The region's pages select entries that are side by side.
-        let pages = (1 << (shift - 12)).clamp(GROUP, ENTRIES);
-        let first = Self::index(gva) & !(pages - 1);
+        let pages = (1 << (shift - 12)).clamp(GROUP, self.pages.size().entries());
+        let first = self.index(gva) & !(pages - 1);
         for group in first / GROUP..(first + pages) / GROUP {
             self.clear_where(&Half::ALL, group, is_of);
         }

@@ -60,6 +60,7 @@ mod flush;
 mod front;
 mod give_up;
 mod globals;
+mod growth;
 pub mod hash;
 pub mod l1;
 mod l2;
@@ -165,6 +166,8 @@ pub struct Stats {
     pub contexts_dropped: u64,
     /// Views made.
     pub views_made: u64,
+    /// Tables of the first level that have grown.
+    pub tables_grown: u64,
     /// Synchronisations that had something to do.
     pub syncs: u64,
     /// Times that this vCPU was asked to give up pages that it could write unnoticed.
@@ -229,6 +232,8 @@ pub struct Mmu {
     last: Vec<usize>,
     /// The maximum numbers of contexts and views.
     budget: budget::Budget,
+    /// The memory of tables, and which are to grow.
+    growth: growth::Growth,
     /// The number of views from which on others' tables are taken before new ones are made.
     enough_tables: usize,
     /// [`Stats::reach_code_hits`] of tables that were given to another view.
@@ -324,6 +329,7 @@ impl Mmu {
             contexts: Vec::new(),
             last: Vec::new(),
             budget: budget::Budget::default(),
+            growth: growth::Growth::default(),
             enough_tables: budget::FEW_TABLES,
             reach_hits_gone: 0,
             donors: 0,

@@ -384,7 +384,7 @@ impl Reach {
     /// Makes the next write of the page at `hva` be noted. `index` is the index at which the first level has the page's tags.
     pub(crate) fn forbid_writes(&self, index: usize, hva: u64) {
         const ROUND: u64 = u64::MAX << ROUND_SHIFT;
-        for n in (index..self.entries).step_by(ENTRIES) {
+        for n in (index % ENTRIES..self.entries).step_by(ENTRIES) {
             let data = load(&self.small, 2 * n + 1);
             if data & PAGE == hva {
                 store(&self.small, 2 * n + 1, data & !ROUND);

@@ -6,7 +6,7 @@ use crate::{
 };
 
 /// L1 of a (context, view).
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Tables {
     pub l1: L1,
     pub fetch: FetchTable,
@@ -25,6 +25,19 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
+    pub(crate) fn new(l1: L1) -> Self {
+        Self {
+            l1,
+            fetch: FetchTable::default(),
+            epoch: 0,
+            verification: 0,
+            user: false,
+            is_shared: false,
+            used: 0,
+            taken: false,
+        }
+    }
+
     pub(crate) fn flush(&mut self) {
         self.drop_all();
     }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use guest_memory::{Mailbox, SlotTable, Writer, table::ADDRESS_SPACES};
 
-use crate::l1::ENTRIES;
+use crate::l1::LARGE_ENTRIES;
 
 /// A page's place in the slot table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub(crate) struct SlotPage {
     pub index: usize,
 }
 
-/// The indices at which each view's table may have write tags of a page.
+/// The indices at which each view's table, if it has grown, may have write tags of a page. Others have these modulo their number of entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tags {
     /// At no other indices than these.
@@ -31,9 +31,9 @@ pub(crate) enum Tags {
 }
 
 /// [`Slot::tags`] of a page that was written by more than two addresses.
-const SEVERAL: u16 = u16::MAX;
+const SEVERAL: u32 = u32::MAX;
 
-const _: () = assert!(ENTRIES < SEVERAL as usize);
+const _: () = assert!(LARGE_ENTRIES < SEVERAL as usize);
 
 /// What is kept of a slot's pages.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ struct Slot {
     /// `None` before the first page is written.
     writer: Option<Arc<Writer>>,
     /// The two indices of each page's tags, for pages whose bit is set. A page with one index has it twice.
-    tags: Vec<[u16; 2]>,
+    tags: Vec<[u32; 2]>,
 }
 
 /// The pages of each slot. A host page that is in two slots (all RAM of a VM with SMM is) is in each with the tags that were made
@@ -114,7 +114,7 @@ impl Written {
             let pages = table.slots(at.space).get(at.slot)?;
             slot.writer = Some(pages.writer(own).ok()?);
         }
-        let tag = ((gva >> 12) as usize % ENTRIES) as u16;
+        let tag = ((gva >> 12) as usize % LARGE_ENTRIES) as u32;
         let is_new = slot.writer.as_ref()?.add(at.index);
         let tags = slot.tags.get_mut(at.index)?;
         if is_new {
@@ -133,7 +133,7 @@ impl Written {
     /// Returns true if a write tag for `gva` can be made without [`Self::add`]: the page is here, and so is the tag's index.
     #[inline]
     pub(crate) fn has(&self, at: SlotPage, gva: u64) -> bool {
-        let tag = ((gva >> 12) as usize % ENTRIES) as u16;
+        let tag = ((gva >> 12) as usize % LARGE_ENTRIES) as u32;
         let slot = self.slots.get(at.space).and_then(|s| s.get(at.slot));
         slot.is_some_and(|slot| {
             let tags = slot.tags.get(at.index);
@@ -153,7 +153,7 @@ impl Written {
         let slot = self.slots.get(at.space).and_then(|s| s.get(at.slot));
         match slot.and_then(|s| s.tags.get(at.index)) {
             Some([SEVERAL, _]) | None => Tags::Anywhere,
-            Some(tags) => Tags::At(tags.map(usize::from)),
+            Some(tags) => Tags::At(tags.map(|tag| tag as usize)),
         }
     }
 
@@ -225,7 +225,7 @@ mod tests {
             slot,
             index,
         };
-        let same = ENTRIES as u64 * 0x1000;
+        let same = LARGE_ENTRIES as u64 * 0x1000;
         // The second slot has other memory, or half of the first one's.
         for second in [SIZE, SIZE / 2] {
             let memory = GuestMemory::new();

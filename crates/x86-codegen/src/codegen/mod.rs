@@ -173,6 +173,11 @@ impl Translator {
         }
     }
 
+    /// Returns true if generated code works with tables of each size: it has BEXTR.
+    pub fn knows_table_sizes(&self) -> bool {
+        self.asm.isa().bmi1
+    }
+
     /// Emits at offset `base` of the buffer those entries that the block at `offset`, of `len` instructions, does not
     /// have yet.
     pub fn complete_entries(

@@ -98,6 +98,7 @@ impl<B: JitBus> Jit<B> {
             self.disturb(cpu, bus);
         }
         self.heed_breakpoints(cpu, bus);
+        bus.mmu().grow_tables(cpu);
         if bus.mmu().views_made() != self.session.views_made {
             // The live view may be to have other tables. (Not once code was fetched through these: its key is theirs.)
             bus.select_view(cpu);

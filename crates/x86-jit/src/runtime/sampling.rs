@@ -25,6 +25,9 @@ impl<B: JitBus> Jit<B> {
         cpu: &mut CpuState,
         bus: &mut B,
     ) -> RunStop {
+        if self.builder.translator.knows_table_sizes() {
+            bus.mmu().sample_misses(cpu);
+        }
         if core::mem::take(&mut cpu.engine.site_entries_missed) != 0 {
             self.judge_site_entries(bus);
             return RunStop::Poll;
