@@ -514,6 +514,7 @@ mod tests {
             for i in 0..entries {
                 t.set_tag(0, i, value);
                 t.set_tag(1, i, value);
+                t.set_page(i, HostPage::nowhere());
             }
             let words = core::ptr::from_mut(t.rest_mut()).cast::<u64>();
             // SAFETY: all of the rest is made of integers and raw pointers.

@@ -173,6 +173,11 @@ impl Front<'_> {
         }
     }
 
+    /// See [`Mmu::exchange_tables`].
+    pub fn exchange_tables(self) {
+        self.0.exchange_tables();
+    }
+
     /// The number of the current address space, whose tables others may share. It does not change its meaning while
     /// [`Self::switch_epochs`] stay the same.
     pub fn address_space(&self) -> u64 {

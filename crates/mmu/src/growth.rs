@@ -121,6 +121,18 @@ impl Mmu {
         }
     }
 
+    /// Exchanges the live tables for those of another size, whatever they miss; for tests.
+    pub fn exchange_tables(&mut self) {
+        match self.views[self.live].l1.size() {
+            Size::Large => self.shrink_tables(self.live),
+            Size::Small => {
+                if let Some(large) = self.growth.large_tables(1).or_else(|| self.take_large()) {
+                    self.exchange(self.live, large);
+                }
+            }
+        }
+    }
+
     /// Takes the large tables from the view that was not selected for longest.
     fn take_large(&mut self) -> Option<L1> {
         let others = self.views.iter().enumerate().filter(|(n, t)| {

@@ -412,7 +412,10 @@ proptest! {
             if often {
                 w.flush_often();
             }
-            for op in &ops {
+            for (n, op) in ops.iter().enumerate() {
+                if n % 5 == few % 5 {
+                    w.m.mmu.exchange_tables();
+                }
                 w.step(op);
             }
         }

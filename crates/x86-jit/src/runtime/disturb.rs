@@ -7,6 +7,9 @@ use crate::{Jit, JitBus, runtime::state::is_translatable};
 /// Average number of lookups of blocks between two times that, in tests, hot blocks are translated again.
 const AGAIN: u64 = 16;
 
+/// The same for two times that the live tables become large or small.
+const EXCHANGED: u64 = 24;
+
 /// Average number of rounds of the run loop between two times that, in tests, a path is recorded.
 const FOLLOWED: u64 = 2;
 
@@ -25,7 +28,9 @@ impl<B: JitBus> Jit<B> {
 
     /// Does what [`Self::mix_tiers`] and [`Self::set_random_flushes`] ask for.
     pub(crate) fn disturb(&mut self, cpu: &mut CpuState, bus: &mut B) {
-        self.next_random();
+        if self.next_random().is_multiple_of(EXCHANGED) {
+            bus.mmu().exchange_tables();
+        }
         if self.disturbance.flush_every != 0
             && self
                 .disturbance
