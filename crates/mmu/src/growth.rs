@@ -21,10 +21,8 @@ const MANY_MISSES: u64 = 300;
 const SAMPLES: u32 = 16;
 /// Number of entries that are filled then. Tables with fewer miss because they were flushed.
 const FILLED: usize = ENTRIES / 2;
-/// Maximum number of large tables.
+/// Maximum number of large tables. A small guest has none ([`crate::budget`]), so that its process stays small.
 pub(crate) const MOST: usize = 4;
-/// Guest memory for each of them, in bytes: a small guest's process stays small.
-const MEMORY: u64 = 128 << 20;
 
 /// Memory of tables, and which of them are to grow.
 #[derive(Debug, Default)]
@@ -111,10 +109,8 @@ impl Mmu {
         if !is_long || !tables.user || tables.l1.size() == Size::Large || !cpu.is_64bit() {
             return;
         }
-        let slots = self.table.slots(0).iter();
-        let memory: u64 = slots.map(|s| s.config().size).sum();
-        let most = (memory / MEMORY).min(self.budget.large as u64) as usize;
-        let large = self.growth.large_tables(most).or_else(|| self.take_large());
+        let large = self.growth.large_tables(self.budget.large);
+        let large = large.or_else(|| self.take_large());
         if let Some(large) = large {
             self.stats.tables_grown += 1;
             self.exchange(self.live, large);
