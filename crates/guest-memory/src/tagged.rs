@@ -490,7 +490,8 @@ mod tests {
                 assert_eq!(t.base() as usize % ALIGN, size.base());
                 let inside = t.inside.as_ptr();
                 // SAFETY: only addresses are taken.
-                let (pages, kinds) = unsafe { (&raw const (*inside).pages, &raw const (*inside).tags) };
+                let (pages, kinds) =
+                    unsafe { (&raw const (*inside).pages, &raw const (*inside).tags) };
                 assert_eq!(pages.addr() as u64, t.base() + PAGES as u64);
                 assert_eq!(kinds.addr() as u64, t.base() + tags(0) as u64);
                 t.set_tag(1, 3, 0x5000);

@@ -35,7 +35,8 @@ const MIN_CONTEXTS: usize = 4;
 
 const PAGE: usize = 4096;
 /// Number of pages of one view's tables.
-const TABLES_PAGES: usize = (size_of::<Tables>() + L1::bytes(Size::Small) + FetchTable::BYTES).div_ceil(PAGE);
+const TABLES_PAGES: usize =
+    (size_of::<Tables>() + L1::bytes(Size::Small) + FetchTable::BYTES).div_ceil(PAGE);
 /// Number of pages of tables that have grown.
 const LARGE_PAGES: usize = L1::bytes(Size::Large).div_ceil(PAGE);
 /// Number of pages of a tracked context.

@@ -122,7 +122,8 @@ impl Mmu {
         match self.views[self.live].l1.size() {
             Size::Large => self.shrink_tables(self.live),
             Size::Small => {
-                if let Some(large) = self.growth.large_tables(1).or_else(|| self.take_large()) {
+                let large = self.growth.large_tables(self.budget.large);
+                if let Some(large) = large.or_else(|| self.take_large()) {
                     self.exchange(self.live, large);
                 }
             }
@@ -131,9 +132,10 @@ impl Mmu {
 
     /// Takes the large tables from the view that was not selected for longest.
     fn take_large(&mut self) -> Option<L1> {
-        let others = self.views.iter().enumerate().filter(|(n, t)| {
-            t.l1.size() == Size::Large && ![self.live, self.system].contains(n)
-        });
+        let others =
+            self.views.iter().enumerate().filter(|(n, t)| {
+                t.l1.size() == Size::Large && ![self.live, self.system].contains(n)
+            });
         let (n, _) = others.min_by_key(|(_, t)| t.used)?;
         self.shrink_tables(n);
         self.growth.take_spare(Size::Large)

@@ -175,7 +175,8 @@ impl L1 {
     /// Returns the number of entries that may be filled.
     pub(crate) fn nr_filled(&self) -> usize {
         let reach = self.pages.reach();
-        let count = |group: usize| (reach.global[group] | reach.private[group]).count_ones() as usize;
+        let count =
+            |group: usize| (reach.global[group] | reach.private[group]).count_ones() as usize;
         self.groups().map(count).sum()
     }
 
@@ -383,13 +384,17 @@ impl L1 {
     fn groups(&self) -> impl Iterator<Item = usize> + use<> {
         let words = self.pages.reach().used;
         let len = self.pages.size().entries() / GROUP / 64;
-        words.into_iter().take(len).enumerate().flat_map(|(n, mut word)| {
-            core::iter::from_fn(move || {
-                let bit = word.trailing_zeros() as usize;
-                word &= word.wrapping_sub(1);
-                (bit < 64).then_some(n * 64 + bit)
+        words
+            .into_iter()
+            .take(len)
+            .enumerate()
+            .flat_map(|(n, mut word)| {
+                core::iter::from_fn(move || {
+                    let bit = word.trailing_zeros() as usize;
+                    word &= word.wrapping_sub(1);
+                    (bit < 64).then_some(n * 64 + bit)
+                })
             })
-        })
     }
 
     /// Returns the entries of a group that may not be empty.
