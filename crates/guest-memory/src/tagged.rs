@@ -45,7 +45,7 @@ pub struct TaggedPage {
 pub enum Size {
     /// 64 MiB in pages of 4 KiB.
     Small,
-    /// 1 GiB in such pages.
+    /// 2 GiB in such pages.
     Large,
 }
 
@@ -54,7 +54,7 @@ impl Size {
     const fn bits(self) -> usize {
         match self {
             Self::Small => 14,
-            Self::Large => 18,
+            Self::Large => 19,
         }
     }
     /// Returns the number of entries.
@@ -230,9 +230,9 @@ struct Rest {
 const BEFORE: usize = offset_of!(Inside, pages) - PAGES as usize;
 
 /// Distance between the small sets of tables of a block.
-const STEP: usize = 3 * ALIGN;
+const STEP: usize = 4 * ALIGN;
 /// Number of small sets of tables in a block.
-pub const SMALL_IN_BLOCK: usize = 11;
+pub const SMALL_IN_BLOCK: usize = 16;
 
 const _: () = {
     let words = BEFORE;

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Generated code probes the tables inline, from one base: the layout is fixed. A mask or a second base in memory costs
-//! 2 ns per access between stores. So the base says how many entries there are: [`ENTRIES`], or sixteen times as many
+//! 2 ns per access between stores. So the base says how many entries there are: [`ENTRIES`], or 32 times as many
 //! ([`crate::growth`]). Tables that are mostly empty cost nothing but address space: flushing them takes as long as
 //! they are filled.
 //!
@@ -175,9 +175,9 @@ impl L1 {
     /// Returns the number of entries that may be filled.
     pub(crate) fn nr_filled(&self) -> usize {
         let reach = self.pages.reach();
-        let count =
-            |group: usize| (reach.global[group] | reach.private[group]).count_ones() as usize;
-        self.groups().map(count).sum()
+        core::iter::successors(self.group(0), |group| self.group(group + 1))
+            .map(|group| (reach.global[group] | reach.private[group]).count_ones() as usize)
+            .sum()
     }
 
     /// Makes these tables, which are flushed, those of the view that `other` was of. `other` keeps nothing.
@@ -380,21 +380,27 @@ impl L1 {
         reach.used[group / 64] |= 1 << (group % 64);
     }
 
-    /// Returns the groups that may have entries.
-    fn groups(&self) -> impl Iterator<Item = usize> + use<> {
-        let words = self.pages.reach().used;
+    /// Returns the first group from `from` on that may have entries.
+    fn group(&self, from: usize) -> Option<usize> {
         let len = self.pages.size().entries() / GROUP / 64;
-        words
-            .into_iter()
-            .take(len)
-            .enumerate()
-            .flat_map(|(n, mut word)| {
-                core::iter::from_fn(move || {
-                    let bit = word.trailing_zeros() as usize;
-                    word &= word.wrapping_sub(1);
-                    (bit < 64).then_some(n * 64 + bit)
-                })
-            })
+        let words = &self.pages.reach().used[..len];
+        let mut rest = u64::MAX << (from % 64);
+        for (n, word) in words.iter().enumerate().skip(from / 64) {
+            if word & rest != 0 {
+                return Some(n * 64 + (word & rest).trailing_zeros() as usize);
+            }
+            rest = u64::MAX;
+        }
+        None
+    }
+
+    /// Calls `f` for each group that may have entries.
+    fn for_groups(&mut self, mut f: impl FnMut(&mut Self, usize)) {
+        let mut from = 0;
+        while let Some(group) = self.group(from) {
+            f(self, group);
+            from = group + 1;
+        }
     }
 
     /// Returns the entries of a group that may not be empty.
@@ -411,33 +417,29 @@ impl L1 {
     /// Forgets everything in these halves.
     pub fn flush(&mut self, halves: &[Half]) {
         self.drop_copies();
-        for group in self.groups() {
-            for i in self.filled(group) {
-                halves.iter().for_each(|half| self.empty(*half, i));
+        self.for_groups(|t, group| {
+            for i in t.filled(group) {
+                halves.iter().for_each(|half| t.empty(*half, i));
             }
             if halves.len() == Half::ALL.len() {
-                let reach = self.pages.reach_mut();
+                let reach = t.pages.reach_mut();
                 reach.global[group] = 0;
                 reach.private[group] = 0;
                 reach.used[group / 64] &= !(1 << (group % 64));
             }
-        }
+        });
     }
 
     /// Forgets pages that are not global.
     pub fn flush_non_global(&mut self) {
         self.drop_copies();
-        for group in self.groups() {
-            self.flush_group(group, false);
-        }
+        self.for_groups(|t, group| t.flush_group(group, false));
     }
 
     /// Forgets pages that are global.
     pub fn flush_global(&mut self) {
         self.drop_copies();
-        for group in self.groups() {
-            self.flush_group(group, true);
-        }
+        self.for_groups(|t, group| t.flush_group(group, true));
     }
 
     fn flush_group(&mut self, group: usize, global: bool) {
@@ -509,9 +511,7 @@ impl L1 {
     /// Forgets the entries of these halves for which `f` is true.
     pub fn flush_where(&mut self, halves: &[Half], mut f: impl FnMut(&Entry) -> bool) {
         self.drop_copies();
-        for group in self.groups() {
-            self.clear_where(halves, group, &mut f);
-        }
+        self.for_groups(|t, group| t.clear_where(halves, group, &mut f));
     }
 
     /// Forgets the entries of a group for which `f` is true.
