@@ -64,7 +64,7 @@ impl Guest {
             m.write(at, &entry.to_le_bytes());
         }
         for n in 0..PAGES >> 9 {
-            let table = GPA + 0x1000 + (n << 12) | 7;
+            let table = (GPA + 0x1000 + (n << 12)) | 7;
             memory.write_obj(table, GuestAddress(GPA + n * 8)).unwrap();
         }
         m.load(CODE, |a| {
@@ -105,7 +105,7 @@ impl Guest {
 
     fn map(&mut self, page: u64, to: u64) {
         self.mapped[page as usize] = to;
-        let entry = GPA + TABLES + (to << 12) | 7;
+        let entry = (GPA + TABLES + (to << 12)) | 7;
         let at = GuestAddress(GPA + 0x1000 + page * 8);
         self.memory.write_obj(entry, at).unwrap();
     }

@@ -3,7 +3,7 @@
 //! Small tables reach 64 MiB. A program that uses more memory finds the rest in the second level, by a miss of some sixty
 //! instructions each time; an out-of-order processor then has few of the program's accesses under way at once. So
 //! a program's tables that keep missing although they are filled are exchanged for large ones, which reach 2 GiB and are
-//! probed inline. There are few large ones, for those that have missed last: see [`Growth::most`].
+//! probed inline. There are few large ones, for those that have missed last: see [`MOST`].
 //!
 //! A kernel's tables do not grow: its code has indices of known addresses in it, which are those of small tables. (A
 //! program has few of these, and those below 64 MiB are the same. Others miss each time.)
