@@ -61,6 +61,13 @@ impl Size {
     pub const fn entries(self) -> usize {
         1 << self.bits()
     }
+    /// Returns the number of sets of tables in a block.
+    const fn sets(self) -> usize {
+        match self {
+            Self::Small => SMALL_IN_BLOCK,
+            Self::Large => 1,
+        }
+    }
     /// Returns the base's low bits: `start | length << 8` of the bits that BEXTR extracts.
     pub const fn base(self) -> usize {
         12 | self.bits() << 8
@@ -235,9 +242,8 @@ const STEP: usize = 4 * ALIGN;
 pub const SMALL_IN_BLOCK: usize = 16;
 
 const _: () = {
-    let words = BEFORE;
     // A set's words, its pages, and its tags lie before those of the next set, and the last set's before the next array.
-    assert!(words + 8 * Size::Small.entries() <= STEP);
+    assert!(BEFORE + 8 * Size::Small.entries() <= STEP);
     assert!((SMALL_IN_BLOCK - 1) * STEP + 8 * Size::Small.entries() <= 8 * MOST);
     assert!(size_of::<Rest>() <= STEP);
 };
@@ -257,11 +263,7 @@ impl Block {
     /// # Errors
     /// Those of `mmap`.
     pub fn new(size: Size) -> io::Result<Self> {
-        let more = match size {
-            Size::Small => (SMALL_IN_BLOCK - 1) * STEP,
-            Size::Large => 0,
-        };
-        let bytes = size_of::<Inside>() + more + ALIGN;
+        let bytes = size_of::<Inside>() + (size.sets() - 1) * STEP + ALIGN;
         Ok(Self {
             memory: Arc::new(LazyArray::new(bytes / size_of::<u64>())?),
             size,
@@ -277,11 +279,7 @@ impl Block {
     /// Returns tables that are all zero. `None` if there is no room.
     pub fn tables(&mut self) -> Option<TaggedPages> {
         let n = self.used;
-        let most = match self.size {
-            Size::Small => SMALL_IN_BLOCK,
-            Size::Large => 1,
-        };
-        if n == most {
+        if n == self.size.sets() {
             return None;
         }
         self.used += 1;
@@ -482,10 +480,10 @@ mod tests {
 
     #[test]
     fn the_base_says_what_it_has_to() {
-        for (size, most) in [(Size::Small, SMALL_IN_BLOCK), (Size::Large, 1)] {
+        for size in [Size::Small, Size::Large] {
             let mut block = Block::new(size).unwrap();
             let all: Vec<_> = core::iter::from_fn(|| block.tables()).collect();
-            assert_eq!(all.len(), most);
+            assert_eq!(all.len(), size.sets());
             for mut t in all {
                 assert_eq!(t.base() as usize % ALIGN, size.base());
                 let inside = t.inside.as_ptr();

@@ -168,7 +168,7 @@ impl Front<'_> {
     /// noted where the tables are has to look anew.
     #[inline]
     pub fn grow_tables(self, cpu: &CpuState) {
-        if self.0.growth.is_due {
+        if self.0.growth.due.is_some() {
             self.0.grow_tables(cpu);
         }
     }

@@ -11,7 +11,7 @@
 use x86_cpu::CpuState;
 
 use crate::{
-    Mmu, Mode,
+    Mmu,
     l1::{Block, ENTRIES, L1, Size},
 };
 
@@ -37,8 +37,8 @@ pub(crate) struct Growth {
     sampled: (usize, u64),
     /// Number of samples in a row that have found misses.
     in_a_row: u32,
-    /// The live tables are to grow.
-    pub(crate) is_due: bool,
+    /// The tables that are to grow.
+    pub(crate) due: Option<usize>,
 }
 
 impl Growth {
@@ -85,28 +85,30 @@ impl Growth {
 impl Mmu {
     /// See [`Front::sample_misses`](crate::Front::sample_misses).
     pub(crate) fn sample_misses(&mut self, cpu: &CpuState) {
-        let tables = &self.views[self.live];
-        let now = (self.live, tables.l1.reach_hits());
+        let now = (self.live, self.views[self.live].l1.reach_hits());
         let (live, before) = core::mem::replace(&mut self.growth.sampled, now);
         let is_missing = live == self.live && now.1.wrapping_sub(before) >= MANY_MISSES;
-        let may_grow = tables.user && tables.l1.size() == Size::Small && cpu.is_64bit();
-        if !is_missing || !may_grow {
+        if !is_missing || !self.may_grow(cpu) {
             self.growth.in_a_row = 0;
             return;
         }
         self.growth.in_a_row += 1;
         if self.growth.in_a_row == SAMPLES {
             self.growth.in_a_row = 0;
-            self.growth.is_due = self.views[self.live].l1.nr_filled() >= FILLED;
+            let is_filled = self.views[self.live].l1.nr_filled() >= FILLED;
+            self.growth.due = is_filled.then_some(self.live);
         }
+    }
+
+    /// Returns true if the live tables are small ones of a 64-bit program.
+    fn may_grow(&self, cpu: &CpuState) -> bool {
+        let tables = &self.views[self.live];
+        tables.user && tables.l1.size() == Size::Small && cpu.is_64bit()
     }
 
     /// See [`Front::grow_tables`](crate::Front::grow_tables).
     pub(crate) fn grow_tables(&mut self, cpu: &CpuState) {
-        self.growth.is_due = false;
-        let is_long = matches!(self.paging.mode, Mode::Level4 | Mode::Level5);
-        let tables = &self.views[self.live];
-        if !is_long || !tables.user || tables.l1.size() == Size::Large || !cpu.is_64bit() {
+        if self.growth.due.take() != Some(self.live) || !self.may_grow(cpu) {
             return;
         }
         let large = self.growth.large_tables(self.budget.large);

@@ -28,8 +28,10 @@ const HALT_LOOK: Duration = Duration::from_millis(100);
 /// Statistics of a vCPU, by name.
 pub(super) type Stats = Vec<(&'static str, u64)>;
 
-/// Address space for all that this process allocates while vCPUs are confined.
-const HEAP: usize = 4 << 30;
+/// Address space for all that this process allocates while vCPUs are confined, and what a host that commits memory for it
+/// has to have at least.
+const HEAP: usize = 16 << 30;
+const LEAST_HEAP: usize = 4 << 30;
 
 /// The running vCPU threads.
 pub(super) struct Vcpus {
@@ -96,7 +98,9 @@ impl Vcpus {
         msrs: Vec<u32>,
     ) -> Result<Self, BootError> {
         if is_confined {
-            host::allocator::reserve(HEAP).map_err(BootError::host("cannot reserve memory"))?;
+            let reserved = host::allocator::reserve(HEAP);
+            let reserved = reserved.or_else(|_| host::allocator::reserve(LEAST_HEAP));
+            reserved.map_err(BootError::host("cannot reserve memory"))?;
         }
         Ok(Self {
             threads: Vec::new(),
