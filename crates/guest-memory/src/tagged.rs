@@ -340,7 +340,9 @@ const _: () = assert!(
 impl TaggedPages {
     /// Returns how many bytes tables of this size use.
     pub const fn bytes(size: Size) -> usize {
-        size_of::<Inside>() - 3 * 8 * (MOST - size.entries())
+        // A page and two tags, and bits in two maps.
+        let unused = MOST - size.entries();
+        size_of::<Inside>() - 3 * 8 * unused - 2 * unused / 8
     }
 
     /// Returns the number of indexed entries.
