@@ -12,7 +12,7 @@ use crate::{Error, Result, shared::request};
 /// A guest with less memory than that is small.
 const SMALL: usize = 256 << 20;
 /// Pages that the address spaces of a small guest's vCPU may take.
-const SMALL_PAGES: usize = (48 << 20) / 4096;
+const SMALL_PAGES: usize = (36 << 20) / 4096;
 
 impl Vm {
     /// KVM_SET_NR_MMU_PAGES: EINVAL below KVM's least. vCPUs have the pages in equal shares; one that runs
