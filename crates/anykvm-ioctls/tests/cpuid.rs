@@ -3,7 +3,10 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
+mod host_cpu;
+
 use anykvm_ioctls::Kvm;
+use host_cpu::is_amd;
 use kvm_bindings::{
     CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2,
     kvm_msr_entry,
@@ -253,10 +256,6 @@ fn no_feature_is_shown_that_neither_the_host_nor_the_engine_has() {
             assert!(value == own || value == 0, "{entry:x?} {name}: {own:#x}");
         }
     }
-}
-
-fn is_amd() -> bool {
-    core::arch::x86_64::__cpuid(0).ecx.to_le_bytes() == *b"cAMD"
 }
 
 /// Guests choose their own protection by these bits, and translated code runs on the host's processor.

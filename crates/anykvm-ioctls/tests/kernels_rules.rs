@@ -3,9 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod guest;
+mod host_cpu;
 
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use guest::{ioctl, is_amd};
+use guest::ioctl;
+use host_cpu::is_amd;
 use kvm_bindings::*;
 use vmm_sys_util::eventfd::EventFd;
 

@@ -3,10 +3,12 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod guest;
+mod host_cpu;
 mod long_mode;
 
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use guest::{Guest, RAM, Ram, add_slot, is_amd};
+use guest::{Guest, RAM, Ram, add_slot};
+use host_cpu::is_amd;
 use kvm_bindings::*;
 use long_mode::Machine;
 

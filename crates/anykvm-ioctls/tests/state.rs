@@ -3,10 +3,12 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod guest;
+mod host_cpu;
 mod stats_fd;
 
 use anykvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer, VcpuFd, VmFd};
-use guest::{Guest, ioctl, is_amd};
+use guest::{Guest, ioctl};
+use host_cpu::is_amd;
 use kvm_abi::numbers::*;
 use kvm_bindings::*;
 use stats_fd::read_stats;

@@ -437,9 +437,9 @@ impl TaggedPages {
         }
     }
 
-    /// Returns the index modulo the number of entries, which others' memory begins behind.
+    /// Returns the index of the entry for the page with this number. Behind the last index, others' memory begins.
     #[inline(always)]
-    fn own(&self, i: usize) -> usize {
+    pub fn index(&self, i: usize) -> usize {
         i & (self.size.entries() - 1)
     }
 
@@ -447,7 +447,7 @@ impl TaggedPages {
     /// their number.
     #[inline(always)]
     pub fn get(&self, kind: usize, i: usize) -> TaggedPage {
-        let i = self.own(i);
+        let i = self.index(i);
         // SAFETY: the entry is this object's own and valid; generated code, which alone writes it without `&mut self`,
         // does not run while Rust does. No reference is formed.
         unsafe {
@@ -461,7 +461,7 @@ impl TaggedPages {
     /// Sets the tag of that entry.
     #[inline(always)]
     pub fn set_tag(&mut self, kind: usize, i: usize, tag: u64) {
-        let i = self.own(i);
+        let i = self.index(i);
         // SAFETY: the entry is this object's own and valid; generated code, the only other user, does not run while Rust
         // has `&mut self`. No reference is formed.
         unsafe { (*self.inside.as_ptr()).tags[kind][i] = tag };
@@ -470,7 +470,7 @@ impl TaggedPages {
     /// Sets the page of that entry, for reads and writes.
     #[inline(always)]
     pub fn set_page(&mut self, i: usize, host: HostPage) {
-        let i = self.own(i);
+        let i = self.index(i);
         // SAFETY: as in `set_tag`.
         unsafe { (*self.inside.as_ptr()).pages[i] = host };
     }

@@ -333,7 +333,7 @@ impl L1 {
 
     #[inline(always)]
     fn index(&self, gva: u64) -> usize {
-        (gva >> 12) as usize & (self.pages.size().entries() - 1)
+        self.pages.index((gva >> 12) as usize)
     }
 
     /// Returns the host page of the entry that `gva` selects, and `gva`'s offset from the entry's tag. The entry is a hit
@@ -487,7 +487,7 @@ impl L1 {
         if self.pages.site_entries_seen()[page / 64] >> (page % 64) & 1 != 0 {
             self.drop_site_entries(|site_entry| site_entry.host == host);
         }
-        let i = index % self.pages.size().entries();
+        let i = self.pages.index(index);
         if self.entry(half, i).host == host {
             self.empty(half, i);
         }

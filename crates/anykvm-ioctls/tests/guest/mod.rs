@@ -23,11 +23,6 @@ pub(crate) fn set_limit(resource: libc::__rlimit_resource_t, value: u64) {
     assert_eq!(unsafe { libc::setrlimit(resource, &raw const limit) }, 0);
 }
 
-/// True if the host's processor is AMD's: a vCPU is then AMD's, too, unless KVM_SET_CPUID2 says otherwise.
-pub(crate) fn is_amd() -> bool {
-    core::arch::x86_64::__cpuid(0).ecx.to_le_bytes() == *b"cAMD"
-}
-
 /// KVM_SET_MSRS of one register; false if it or the value is refused.
 pub(crate) fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
     let entry = kvm_msr_entry {
