@@ -171,6 +171,45 @@ fn rf_is_set_until_the_instruction_after_iret_is_complete() {
     assert_eq!(flags, [true, false].repeat(79));
 }
 
+/// The iterations of a loop before a return, for which translated code looks at requests about when it returns.
+const NEAR_POLL: core::ops::Range<i32> = 17000..20000;
+
+/// Returns to `USER` with RF set, R12 iterations after the entry to translated code.
+fn returns_after_a_while(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    let mut next = a.create_label();
+    let mut again = a.create_label();
+    a.lea(r13, ptr(next))?;
+    a.mov(ebx, DEVICE as i32)?;
+    a.mov(r12d, NEAR_POLL.start)?;
+    a.set_label(&mut next)?;
+    a.mov(ecx, r12d)?;
+    a.inc(r12)?;
+    a.mov(esp, 0x4000)?;
+    a.push(0x10)?;
+    a.push(0x4000)?;
+    a.push(RF as i32 | 2)?;
+    a.push(8)?;
+    a.push(USER as i32)?;
+    a.set_label(&mut again)?;
+    a.dec(ecx)?;
+    a.jne(again)?;
+    a.iretq()
+}
+
+#[test]
+fn rf_is_set_though_a_poll_is_due_before_the_instruction() {
+    let (m, mut vcpu, _) = machine();
+    m.load(CODE, returns_after_a_while);
+    // mov al, [rbx]; jmp r13
+    m.write(USER, &[0x8a, 3, 0x41, 0xff, 0xe5]);
+    for iterations in NEAR_POLL {
+        let exit = vcpu.run().unwrap();
+        assert!(matches!(exit, VcpuExit::MmioRead(..)), "{exit:?}");
+        let flags = vcpu.get_regs().unwrap().rflags;
+        assert!(flags & RF != 0, "after {iterations} iterations");
+    }
+}
+
 #[test]
 fn the_interpreter_does_the_same() {
     engines::again_on("interp");

@@ -134,7 +134,7 @@ pub struct EngineFrame {
     bounced: [u64; 4],
     mixed: u64,
     levels: u64,
-    /// Maximum number of instructions until the next poll, as it was when code that does not count was last gone on with.
+    /// The countdown of code that does not count, while Rust runs that such code has called.
     pub left_to_poll: u64,
     /// The salt that no key has.
     pub no_salt: u64,

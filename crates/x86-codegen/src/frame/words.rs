@@ -86,6 +86,7 @@ pub(crate) const ADDRESS_SPACE: usize = offset_of!(CpuState, engine.address_spac
 pub(crate) const IS_OTHER_ROOT: usize = offset_of!(CpuState, engine.is_other_root);
 pub(crate) const FLUSHING_LOADS: usize = offset_of!(CpuState, engine.flushing_loads);
 pub(crate) const COUNTED_FROM: usize = offset_of!(CpuState, engine.counted_from);
+pub(crate) const LEFT_TO_POLL: usize = offset_of!(CpuState, engine.left_to_poll);
 pub(crate) const COUNTED_TO: usize = offset_of!(CpuState, engine.counted_to);
 pub(crate) const COUNTED: usize = offset_of!(CpuState, engine.counted);
 pub(crate) const REFUND: usize = frame(EngineFrame::REFUND);
@@ -105,7 +106,6 @@ pub(crate) const GOES_ON_COUNTING: [usize; 3] = [
     GOES_ON_PLAINLY + 24,
 ];
 pub(crate) const COUNTED_PENDING: usize = offset_of!(CpuState, engine.counted_pending);
-pub(crate) const LEFT_TO_POLL: usize = offset_of!(CpuState, engine.left_to_poll);
 pub(crate) const COUNTED_AS: usize = offset_of!(CpuState, engine.counted_as);
 pub(crate) const BOUNDS: usize = offset_of!(CpuState, engine.bounds);
 pub(crate) const BOUND_SIZES: usize = EngineFrame::BOUND_SIZES;

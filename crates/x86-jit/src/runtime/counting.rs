@@ -13,11 +13,12 @@ use crate::{
     code::space::CodeSpace,
     runtime::state::{is_countable, is_translatable},
 };
-use x86_codegen::{codegen::countdown::exact, frame::exit::Reason, ir::streams::Streams};
+use x86_codegen::{
+    codegen::countdown::{self, exact},
+    frame::exit::Reason,
+    ir::streams::Streams,
+};
 
-/// What the instructions between two changes of level count for at least, where one of the two levels is counted. So a
-/// guest that changes the level all the time comes to a poll, too.
-pub(crate) const LEAST_EXECUTED: u64 = 64;
 /// Fewest events before a counter's overflow for which another translation of a block is tried.
 const LEAST_EVENTS: i64 = 4;
 
@@ -134,7 +135,6 @@ impl<B: JitBus> Jit<B> {
             }
             None => {
                 cpu.engine.counted_to = left;
-                cpu.engine.left_to_poll = left;
             }
         }
         self.code.address(self.code.trampolines.go_on(streams))
@@ -162,10 +162,7 @@ impl<B: JitBus> Jit<B> {
         if frame.log() != 0 || counts && !is_countable {
             return;
         }
-        let left = match counted {
-            true => exact::left(frame),
-            false => frame.left_to_poll.saturating_sub(LEAST_EXECUTED),
-        };
+        let left = countdown::left(frame);
         let go_on = self.go_on(cpu, left);
         // SAFETY: `go_on` is the address of a trampoline of that purpose in the code buffer of `self`.
         unsafe { cpu.engine.set_counted_go_on(go_on) };
@@ -177,7 +174,7 @@ impl<B: JitBus> Jit<B> {
             // A counter may have overflowed with the instruction before: its interrupt comes first.
             Reason::Interpret | Reason::Access => cpu.retired.is_due(),
             // A new budget is all that is needed.
-            Reason::TooLong => self.session.is_short,
+            Reason::TooLong => self.session.left_to_poll < exact::LEAST,
             _ => false,
         }
     }

@@ -13,10 +13,12 @@ use crate::{
     Jit, JitBus,
     runtime::Context,
     runtime::breakpoints::is_enabled,
-    runtime::counting::{LEAST_EXECUTED, settle},
+    runtime::counting::settle,
     runtime::quiet::Change,
     runtime::requests::tell_view,
-    runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
+    runtime::state::{
+        drop_resume_flag, is_translatable, keep_resume_flag, may_poll_first, move_stack, word_mask,
+    },
 };
 use x86_codegen::{
     codegen::{Condition, countdown},
@@ -47,8 +49,9 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         )
     };
     settle(cpu);
-    let rest = countdown::exact::end(&mut cpu.engine);
-    jit.session.is_short = rest.is_some_and(|rest| rest < countdown::exact::LEAST);
+    let rest = countdown::left(&cpu.engine);
+    jit.session.left_to_poll = rest;
+    let counted = countdown::exact::end(&mut cpu.engine);
     tell_view(cpu, bus);
     jit.follow_mode(cpu);
     if cpu.engine.log() != 0 {
@@ -71,13 +74,8 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     if changed || (frame.key, jit.stats.flushes) != before {
         frame.drop_calls();
     }
-    let charged = countdown::exact::charged(frame);
-    let left = match rest {
-        Some(rest) => rest.saturating_sub(charged),
-        // Code that does not count has not said how much is left, but it has executed something.
-        None => frame.left_to_poll.saturating_sub(LEAST_EXECUTED),
-    };
-    jit.counted(cpu, code, left, rest.is_some())
+    let left = rest.saturating_sub(countdown::charged(frame));
+    jit.counted(cpu, code, left, counted)
 }
 
 /// Does the work of [`handle`] outside of lock-step.
@@ -517,7 +515,10 @@ impl<B: JitBus> Jit<B> {
             return 0;
         }
         self.session.resumed = drop_resume_flag(cpu);
-        let code = if is_translatable(cpu) {
+        let left = self.session.left_to_poll;
+        let left = left.saturating_sub(countdown::charged(&cpu.engine));
+        let may_poll = self.session.resumed.is_some() && may_poll_first(cpu, left);
+        let code = if is_translatable(cpu) && !may_poll {
             cpu.engine.flags = pack(cpu.rflags);
             self.find(interp, cpu, bus)
         } else {

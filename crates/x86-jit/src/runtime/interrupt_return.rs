@@ -11,7 +11,11 @@ use x86_defs::{
     segment::{Attr, Segment},
 };
 
-use crate::{JitBus, runtime::Jit, runtime::system_call};
+use crate::{
+    JitBus,
+    runtime::{Jit, state::may_poll_first, system_call},
+};
+use x86_codegen::codegen::countdown;
 
 /// Flags that may be set in the RFLAGS that is returned to. Translated kernel code has no others set that matter
 /// (`x86_codegen::ir::mode::Mode::KERNEL`).
@@ -82,10 +86,13 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
         && cpu.is_canonical(rip)
         && !cpu.events.nmi_masked
         && !(flags & rflags::IF != 0 && system_call::interrupt_waits(cpu, bus));
-    // RF is cleared by the next instruction. Only breakpoints and lock-step can tell.
-    let passes_breakpoint = flags & rflags::RF != 0
-        && (cpu.effective_dr7() & dr::DR7_ENABLES != 0 || cpu.engine.log() != 0);
-    if !is_plain || passes_breakpoint {
+    // RF is cleared by the next instruction. Only breakpoints, lock-step and a poll before that instruction can tell.
+    let resumes = flags & rflags::RF != 0;
+    let can_tell = resumes
+        && (cpu.effective_dr7() & dr::DR7_ENABLES != 0
+            || cpu.engine.log() != 0
+            || may_poll_first(cpu, countdown::left(&cpu.engine)));
+    if !is_plain || can_tell {
         return None;
     }
     let code = flat(cpu, bus, cs, Attr::FLAT_CODE64)?;
@@ -117,7 +124,7 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
     cpu.seg[reg::SS] = stack;
     cpu.cpl = cpl;
     cpu.gpr[reg::RSP] = rsp;
-    jit.session.resumed = (flags & rflags::RF != 0).then_some(rip);
+    jit.session.resumed = resumes.then_some(rip);
     system_call::set_flags(cpu, flags & !rflags::RF);
     bus.select_view(cpu);
     Some(rip)

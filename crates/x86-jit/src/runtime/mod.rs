@@ -107,8 +107,8 @@ pub(crate) struct Session<B: JitBus> {
     /// long.
     pub(crate) split_at: (u64, u64),
     pub(crate) shortened: counting::Shortened,
-    /// True if little was left until the next poll when translated code called Rust.
-    pub(crate) is_short: bool,
+    /// The number of instructions until the next poll when translated code last called [`handle`].
+    pub(crate) left_to_poll: u64,
     /// The page fault that the instruction at which [`handle`] is called next raises.
     pub(crate) fault: Option<Exception>,
     /// What [`Jit::can_resume`] returns.
@@ -198,7 +198,7 @@ impl<B: JitBus> Jit<B> {
                 splits: false,
                 split_at: (0, 0),
                 shortened: counting::Shortened::default(),
-                is_short: false,
+                left_to_poll: 0,
                 fault: None,
                 can_resume: false,
                 resumed: None,

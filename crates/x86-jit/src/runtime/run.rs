@@ -187,7 +187,6 @@ impl<B: JitBus> Jit<B> {
     ) -> Left {
         self.stats.entries += 1;
         let first = countdown::first(&cpu.engine);
-        cpu.engine.left_to_poll = first;
         let entry = self.counted(cpu, entry, first, false);
         let enter = self.code.address(self.code.trampolines.plain.enter);
         let mut context = Context {
@@ -233,6 +232,8 @@ impl<B: JitBus> Jit<B> {
         if Reason::of(frame.reason) != Reason::Poll {
             return context.left;
         }
+        // Where RF was set, no poll comes before the instruction that it is for.
+        self.session.resumed = None;
         countdown::approach::end(frame, host::cpu::rdtsc);
         let flags = unpack(frame.flags);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;

@@ -15,7 +15,7 @@ use crate::{
     runtime::flat,
 };
 use x86_codegen::{
-    codegen::countdown::exact,
+    codegen::countdown::{self, exact},
     frame::state::{MXCSR_FREE, X87_MASKED, X87_PENDING},
     ir::mode::Mode,
     ir::streams::Streams,
@@ -57,6 +57,12 @@ pub(crate) fn drop_resume_flag(cpu: &mut CpuState) -> Option<u64> {
         return Some(cpu.rip());
     }
     None
+}
+
+/// Returns true if code that is gone on with here, `left` instructions before the next poll, may poll before its first
+/// instruction. After that poll nothing would say whether the instruction that RF is for has been executed.
+pub(crate) fn may_poll_first(cpu: &CpuState, left: u64) -> bool {
+    countdown::may_poll_first(left, cpu.retired.streams != 0)
 }
 
 /// Sets RF again if the instruction at `resumed`, which [`drop_resume_flag`] returned, has stopped in its middle for

@@ -87,6 +87,11 @@ pub(super) fn charge_handled(a: &mut Asm) {
     a.alu(true, Alu::Sub, COUNTER, gs(COST));
 }
 
+/// Stores the countdown for Rust code, which is called or returned to next.
+pub(super) fn keep(a: &mut Asm) {
+    a.store(gs(LEFT_TO_POLL), COUNTER);
+}
+
 /// Loads the countdown that [`begin`] has set, at the entry to translated code.
 pub(super) fn load(a: &mut Asm) {
     a.load32(COUNTER, gs(COUNT));
@@ -239,6 +244,23 @@ pub fn begin(frame: &mut EngineFrame, instructions: u64) {
 /// Returns the number that [`begin`] has set.
 pub fn first(frame: &EngineFrame) -> u64 {
     frame.count
+}
+
+/// Returns the number of instructions until the next poll, when translated code has called Rust.
+pub fn left(frame: &EngineFrame) -> u64 {
+    let left = exact::left(frame).unwrap_or(frame.left_to_poll.cast_signed());
+    left.max(0) as u64
+}
+
+/// Returns true if the block that is gone on with `left` instructions before the next poll may poll at its entry.
+/// `counts`: the block may be one that counts.
+pub const fn may_poll_first(left: u64, counts: bool) -> bool {
+    left < if counts { approach::LEAST_EXACT } else { SOON }
+}
+
+/// Returns what `handle` has charged.
+pub fn charged(frame: &EngineFrame) -> u64 {
+    frame.cost
 }
 
 /// Allows as many polls as usual before the run loop is returned to, or none.

@@ -37,9 +37,7 @@ impl Emitter<'_> {
     /// Emits the trampoline for instructions that change the view by Rust.
     pub(super) fn switch(&mut self) {
         self.t.switch = self.a.here();
-        if self.counts.is_some() {
-            exact::keep(self.a);
-        }
+        self.keep_countdown();
         push(self.a, RAX);
         store_short_words(self.a);
         pop(self.a, RAX);

@@ -99,13 +99,19 @@ impl Emitter<'_> {
         a.bytes(&[0x41, 0xff, 0xe6]); // jmp r14
     }
 
+    /// Stores the countdown for Rust code, which is called or returned to next.
+    pub(super) fn keep_countdown(&mut self) {
+        match self.counts {
+            Some(_) => exact::keep(self.a),
+            None => countdown::keep(self.a),
+        }
+    }
+
     /// Emits a call of `handle` for a reason. `fp`: it may change FP state.
     pub(super) fn with_reason(&mut self, reason: Reason, fp: bool) {
+        self.keep_countdown();
         let a = &mut *self.a;
         a.store_imm(gs(REASON), reason as i32);
-        if self.counts.is_some() {
-            exact::keep(a);
-        }
         store_registers(a);
         if fp {
             save_fp(a);
@@ -173,9 +179,8 @@ impl Emitter<'_> {
         for from in poll.leaves {
             a.patch(from, here);
         }
-        if self.counts.is_some() {
-            exact::keep(a);
-        }
+        self.keep_countdown();
+        let a = &mut *self.a;
         a.alu(true, Alu::Add, S1, SHORT_PAGE);
         a.store(gs(RIP), S1);
         a.store_imm(gs(REASON), Reason::Poll as i32);

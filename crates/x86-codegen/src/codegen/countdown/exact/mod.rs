@@ -178,7 +178,7 @@ pub(in crate::codegen) fn refund_placed(a: &mut Asm, layout: Layout) {
     }
 }
 
-/// Stores the countdown for Rust code, which is called or returned to next.
+/// Does what [`super::keep`] does.
 pub(in crate::codegen) fn keep(a: &mut Asm) {
     a.store(gs(COUNTED_TO), COUNTER);
 }
@@ -512,7 +512,6 @@ pub(in crate::codegen) fn keep_plainly(a: &mut Asm, layout: Layout) {
     a.shift(true, 7, S0, layout.shift()); // sar
     raise_to_zero(a, S0);
     a.store(gs(COUNTED_TO), S0);
-    a.store(gs(LEFT_TO_POLL), S0);
 }
 
 /// Makes a negative number 0: what takes long may have charged more than was left. Changes rdx and flags.

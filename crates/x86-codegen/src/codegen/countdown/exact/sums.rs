@@ -155,20 +155,14 @@ fn read(frame: &EngineFrame) -> Counted {
     }
 }
 
-/// Notes that code that counts does not run any more. Returns how many instructions were left of its countdown; `None`
-/// if no such code ran.
+/// Notes that code that counts does not run any more. Returns true if such code ran.
 #[inline]
-pub fn end(frame: &mut EngineFrame) -> Option<u64> {
-    (core::mem::take(&mut frame.counted_from) != 0).then(|| left(frame))
+pub fn end(frame: &mut EngineFrame) -> bool {
+    core::mem::take(&mut frame.counted_from) != 0
 }
 
-/// Returns the instructions until the next poll, when code that counts has called Rust.
-pub fn left(frame: &EngineFrame) -> u64 {
-    let layout = Layout::of(counts_as(frame).0);
-    (frame.counted_to.cast_signed() >> layout.shift()).max(0) as u64
-}
-
-/// Returns what `handle` has charged.
-pub fn charged(frame: &EngineFrame) -> u64 {
-    frame.cost
+/// Returns the number of instructions until the next poll, which may be negative. `None` if no such code runs.
+pub(in crate::codegen) fn left(frame: &EngineFrame) -> Option<i64> {
+    let shift = Layout::of(counts_as(frame).0).shift();
+    (frame.counted_from != 0).then_some(frame.counted_to.cast_signed() >> shift)
 }
