@@ -553,58 +553,6 @@ fn a_vcpu_without_nested_guests_has_a_nested_state() {
 }
 
 #[test]
-fn machine_check_banks() {
-    let g = Guest::new(&[], false);
-    let kvm = Kvm::new().unwrap();
-    assert_eq!(kvm.check_extension_int(Cap::Mce), 32);
-    let mut cap = 0u64;
-    ioctl(&kvm, KVM_X86_GET_MCE_CAP_SUPPORTED, &mut cap).unwrap();
-    assert_eq!(cap, 1 << 24 | 1 << 8);
-    for (cap, want) in [
-        (0, Err(libc::EINVAL)),
-        (33, Err(libc::EINVAL)),
-        (1 << 9 | 10, Err(libc::EINVAL)),
-        (1 << 8 | 10, Ok(0)),
-    ] {
-        let mut cap: u64 = cap;
-        assert_eq!(ioctl(&g.vcpu, KVM_X86_SETUP_MCE, &mut cap), want);
-    }
-    let entry = |index, data| kvm_msr_entry {
-        index,
-        data,
-        ..Default::default()
-    };
-    let mut msrs = Msrs::from_entries(&[
-        entry(0x179, 0),
-        entry(0x17b, 0),
-        entry(0x400, 0),
-        entry(0x427, 0),
-        entry(0x428, 0),
-    ])
-    .unwrap();
-    assert_eq!(g.vcpu.get_msrs(&mut msrs).unwrap(), 4, "ten banks");
-    let data: Vec<u64> = msrs.as_slice().iter().map(|m| m.data).collect();
-    assert_eq!(data[..4], [1 << 8 | 10, u64::MAX, u64::MAX, 0]);
-    // A corrected error is recorded, a second one overflows.
-    let mut mce = kvm_x86_mce {
-        status: 1 << 63 | 7,
-        addr: 0x1234,
-        misc: 0x99,
-        bank: 3,
-        ..Default::default()
-    };
-    for want in [1 << 63 | 7, 3 << 62 | 7] {
-        ioctl(&g.vcpu, KVM_X86_SET_MCE, &mut mce).unwrap();
-        let mut bank = Msrs::from_entries(&[entry(0x40d, 0), entry(0x40e, 0)]).unwrap();
-        assert_eq!(g.vcpu.get_msrs(&mut bank).unwrap(), 2);
-        assert_eq!(bank.as_slice()[0].data, want);
-        assert_eq!(bank.as_slice()[1].data, 0x1234);
-    }
-    mce.bank = 10;
-    assert_eq!(ioctl(&g.vcpu, KVM_X86_SET_MCE, &mut mce), Err(libc::EINVAL));
-}
-
-#[test]
 fn another_vcpu_may_boot() {
     let vm = Kvm::new().unwrap().create_vm().unwrap();
     vm.create_irq_chip().unwrap();

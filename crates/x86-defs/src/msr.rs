@@ -59,6 +59,7 @@ msrs! {
     IA32_MTRR_FIX4K_C0000 = 0x268, "Fixed MTRR; seven more follow.";
     IA32_MTRR_FIX4K_F8000 = 0x26f, "Fixed MTRR.";
     IA32_PAT = 0x277, "Page attribute table.";
+    IA32_MC0_CTL2 = 0x280, "Machine-check bank 0: interrupts for corrected errors; further banks follow.";
     IA32_MTRR_DEF_TYPE = 0x2ff, "Default memory type.";
     IA32_FIXED_CTR0 = 0x309, "Fixed counter 0.";
     IA32_PERF_CAPABILITIES = 0x345, "PMU capabilities.";

@@ -1,6 +1,6 @@
 //! How a vCPU uses its performance counters: registers, interrupts, and what the engines are told.
 
-use irqchip::{Accepted, lapic::LocalSource};
+use irqchip::lapic::LocalSource;
 use pmu::{Config, Refused, Tally, Vendor, Wants};
 use x86_cpu::{CpuState, Exception, Fault, Retired};
 use x86_defs::{msr::*, retired::INSTRUCTIONS};
@@ -166,7 +166,7 @@ impl Bus {
     fn counters_changed(&mut self, cpu: &mut CpuState, now: &Tally, own: u64) {
         let interrupts = self.pmu.state.take_interrupt();
         if interrupts {
-            self.send_pmi();
+            self.deliver_local(LocalSource::Pmc);
         }
         let c = &mut self.pmu;
         let due_before = c.due_tsc;
@@ -202,17 +202,6 @@ impl Bus {
         // Engines read levels, streams and the number of events left whenever an instruction was interpreted. They are
         // told of a point in time only when they are entered.
         self.recheck |= interrupts || c.due_tsc < due_before || c.landing.is_some();
-    }
-    #[cold]
-    fn send_pmi(&mut self) {
-        if !self.has_lapic() {
-            return;
-        }
-        let accepted = self.shared.lapic().local(LocalSource::Pmc);
-        self.lapic_changed();
-        if accepted != Accepted::Ignored {
-            self.shared.accepted(accepted);
-        }
     }
 
     /// True if a counter may have overflowed, or if SMM may have begun or ended.

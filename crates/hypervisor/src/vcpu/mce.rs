@@ -1,6 +1,7 @@
 //! Machine check: KVM_X86_SETUP_MCE, KVM_X86_SET_MCE and the bank registers
 //! (SDM vol. 3, chapter 16; KVM API document).
 
+use irqchip::{LapicConfig, lapic::LocalSource};
 use kvm_bindings::kvm_x86_mce;
 use x86_cpu::PendingException;
 use x86_defs::{control::cr4, msr::*, vector};
@@ -8,7 +9,7 @@ use x86_defs::{control::cr4, msr::*, vector};
 use super::{Inner, Vcpu};
 use crate::{
     Error, Result,
-    limits::{MCE_BANKS, MCE_SUPPORTED_CAP, MCG_CTL_P},
+    limits::{MCE_BANKS, MCE_SUPPORTED_CAP, MCG_CMCI_P, MCG_CTL_P},
 };
 
 /// IA32_MCG_CAP: number of banks, and number of extended state registers.
@@ -19,6 +20,12 @@ const MCIP: u64 = 1 << 2;
 const VAL: u64 = 1 << 63;
 const OVER: u64 = 1 << 62;
 const UC: u64 = 1 << 61;
+/// IA32_MCi_STATUS: the error is signalled by #MC: the processor's context is corrupt, signalled, action required.
+const SIGNALLED: u64 = 1 << 57 | 1 << 56 | 1 << 55;
+/// IA32_MCi_CTL2: errors that need no action raise the CMCI entry of the LVT.
+const CMCI_EN: u64 = 1 << 30;
+/// IA32_MCi_CTL2: after how many corrected errors.
+const THRESHOLD: u64 = 0x7fff;
 
 /// Registers of one bank.
 #[derive(Clone, Copy, Debug, Default)]
@@ -27,6 +34,7 @@ struct Bank {
     status: u64,
     addr: u64,
     misc: u64,
+    ctl2: u64,
 }
 
 /// The machine-check architecture of a vCPU.
@@ -55,6 +63,7 @@ pub(super) fn is_mce(index: u32) -> bool {
         index,
         IA32_MCG_STATUS | IA32_MCG_CTL | IA32_MCG_CAP | IA32_P5_MC_ADDR | IA32_P5_MC_TYPE
     ) || index.wrapping_sub(IA32_MC0_CTL) < 4 * MCE_BANKS as u32
+        || index.wrapping_sub(IA32_MC0_CTL2) < MCE_BANKS as u32
 }
 
 impl Mce {
@@ -74,6 +83,13 @@ impl Mce {
         };
         Some((register, at % 4))
     }
+    /// Returns the bank's IA32_MCi_CTL2, if an MSR names one.
+    fn ctl2(&mut self, index: u32) -> Option<&mut u64> {
+        let at = index.checked_sub(IA32_MC0_CTL2)?;
+        let nr = self.nr_banks();
+        let bank = self.banks.get_mut(..nr)?.get_mut(at as usize)?;
+        Some(&mut bank.ctl2)
+    }
     /// RDMSR; `None` is #GP.
     pub(super) fn read(&mut self, index: u32, host: bool) -> Option<u64> {
         match index {
@@ -81,6 +97,10 @@ impl Mce {
             IA32_MCG_CAP => Some(self.cap),
             IA32_MCG_CTL => (host || self.cap & MCG_CTL_P != 0).then_some(self.ctl),
             IA32_MCG_STATUS => Some(self.status),
+            IA32_MC0_CTL2..IA32_MTRR_DEF_TYPE => {
+                let may_read = host || self.cap & MCG_CMCI_P != 0;
+                self.ctl2(index).filter(|_| may_read).copied()
+            }
             _ => self.bank(index).map(|(register, _)| *register),
         }
     }
@@ -103,6 +123,14 @@ impl Mce {
             }
             IA32_MCG_CAP => return host && value == self.cap,
             IA32_P5_MC_ADDR | IA32_P5_MC_TYPE => return false,
+            IA32_MC0_CTL2..IA32_MTRR_DEF_TYPE => {
+                let may_write = self.cap & MCG_CMCI_P != 0 || host && value == 0;
+                let is_good = may_write && value & !(CMCI_EN | THRESHOLD) == 0;
+                let Some(register) = self.ctl2(index).filter(|_| is_good) else {
+                    return false;
+                };
+                *register = value;
+            }
             _ => {
                 let Some((register, which)) = self.bank(index) else {
                     return false;
@@ -136,6 +164,16 @@ impl Inner {
             return Err(Error::InvalidArgument);
         }
         let uncorrected = mce.status & UC != 0;
+        // Of an uncorrected error that needs no action (UCNA), nothing but CMCI tells.
+        let needs_action = mce.mcg_status != 0 || mce.status & SIGNALLED != 0;
+        if uncorrected && !needs_action {
+            (bank.status, bank.addr, bank.misc) = (mce.status, mce.addr, mce.misc);
+            m.status = 0;
+            if m.cap & MCG_CMCI_P != 0 && bank.ctl2 & CMCI_EN != 0 {
+                self.bus.deliver_local(LocalSource::Cmci);
+            }
+            return Ok(());
+        }
         // The guest has switched off reporting, globally or for the bank.
         if uncorrected && m.cap & MCG_CTL_P != 0 && m.ctl != u64::MAX
             || uncorrected && bank.ctl != u64::MAX
@@ -172,14 +210,26 @@ impl Vcpu {
         if banks == 0 || banks > MCE_BANKS || cap & !(MCE_SUPPORTED_CAP | MCG_COUNTS) != 0 {
             return Err(Error::InvalidArgument);
         }
-        let m = &mut self.lock().bus.mce;
+        let mut inner = self.lock();
+        let m = &mut inner.bus.mce;
         m.cap = cap;
         if cap & MCG_CTL_P != 0 {
             m.ctl = u64::MAX;
         }
         for bank in &mut m.banks[..banks] {
             bank.ctl = u64::MAX;
+            if cap & MCG_CMCI_P != 0 {
+                bank.ctl2 = 0;
+            }
         }
+        let mut lapic = self.shared.lapic();
+        let config = LapicConfig {
+            cmci: cap & MCG_CMCI_P != 0,
+            ..*lapic.config()
+        };
+        lapic.set_config(config);
+        drop(lapic);
+        inner.bus.lapic_changed();
         Ok(())
     }
     /// KVM_X86_SET_MCE: records an error and, if it is uncorrected, raises #MC.

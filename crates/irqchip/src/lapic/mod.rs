@@ -153,6 +153,9 @@ impl Lapic {
     }
     /// Changes the features (KVM_SET_CPUID2, KVM_ENABLE_CAP).
     pub fn set_config(&mut self, config: LapicConfig) {
+        if config.cmci && !self.config.cmci {
+            self.set(reg::LVTCMCI, lvt::MASKED);
+        }
         self.config = config;
         self.set_version();
     }
@@ -354,6 +357,7 @@ impl Lapic {
             LocalSource::Pmc => reg::LVTPC,
             LocalSource::Thermal => reg::LVTTHMR,
             LocalSource::Timer => reg::LVTT,
+            LocalSource::Cmci => reg::LVTCMCI,
         };
         let entry = self.get(r);
         if !self.is_enabled() || entry & lvt::MASKED != 0 {
@@ -490,6 +494,8 @@ pub enum LocalSource {
     Thermal,
     /// The LAPIC's own timer.
     Timer,
+    /// A machine-check error that needs no action at once. Only with [`LapicConfig::cmci`].
+    Cmci,
 }
 
 /// Returns the x2APIC logical id: a cluster, and one bit in it (SDM vol. 3, 11.12.10.2).

@@ -2,7 +2,7 @@
 
 use irqchip::{
     Accepted, Action, Eoi, Now,
-    lapic::{InvalidAccess, Lapic},
+    lapic::{InvalidAccess, Lapic, LocalSource},
 };
 use kvm_bindings::{
     KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE, KVM_X86_QUIRK_LAPIC_MMIO_HOLE,
@@ -166,6 +166,18 @@ impl Bus {
         self.lapic = None;
         self.is_quiet = false;
         self.show_tpr();
+    }
+    /// Delivers what an LVT entry says. Without a LAPIC here there is none.
+    #[cold]
+    pub(in crate::vcpu) fn deliver_local(&mut self, source: LocalSource) {
+        if !self.has_lapic() {
+            return;
+        }
+        let accepted = self.shared.lapic().local(source);
+        self.lapic_changed();
+        if accepted != Accepted::Ignored {
+            self.shared.accepted(accepted);
+        }
     }
     /// Follows up the guest's write of a register.
     pub(super) fn lapic_written(&mut self, action: Action) {
