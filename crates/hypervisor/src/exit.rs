@@ -43,7 +43,7 @@ pub enum Answer<'a> {
         /// Inject #GP.
         error: bool,
     },
-    /// Result of KVM_EXIT_HYPERCALL or KVM_EXIT_HYPERV_HCALL.
+    /// Result of KVM_EXIT_HYPERCALL, KVM_EXIT_HYPERV_HCALL or KVM_EXIT_XEN_HCALL.
     Hypercall(u64),
     /// KVM_EXIT_HYPERV_SYNDBG: the new status.
     Debugger(u64),
@@ -92,6 +92,8 @@ pub enum Question {
     Hypercall,
     /// `hyperv.u.hcall.result`.
     HyperVCall,
+    /// KVM_EXIT_XEN_HCALL.
+    XenCall,
     /// `hyperv.u.syndbg.status`.
     Debugger,
 }
@@ -240,6 +242,17 @@ pub enum Exit {
         args: [u64; 6],
         /// The guest was in 64-bit mode.
         longmode: bool,
+    },
+    /// KVM_EXIT_XEN_HCALL.
+    Xen {
+        /// The guest was in 64-bit mode.
+        longmode: bool,
+        /// The guest's privilege level.
+        cpl: u8,
+        /// Number.
+        input: u64,
+        /// Arguments.
+        params: [u64; 6],
     },
     /// KVM_EXIT_HYPERV.
     HyperV(HyperVExit),

@@ -36,6 +36,9 @@ pub(crate) const MCE_SUPPORTED_CAP: u64 = MCG_CTL_P | MCG_CMCI_P | MCG_SER_P;
 pub(crate) const APIC_TICK_NS: u64 = 1;
 /// KVM_EXIT_HYPERCALL_VALID_MASK: KVM_HC_MAP_GPA_RANGE.
 pub(crate) const HYPERCALL_EXITS: u64 = 1 << 12;
+/// KVM_CAP_XEN_HVM: a page of hypercalls, and exits for them.
+pub(crate) const XEN_HVM: u32 =
+    KVM_XEN_HVM_CONFIG_HYPERCALL_MSR | KVM_XEN_HVM_CONFIG_INTERCEPT_HCALL;
 /// KVM_X2APIC_API_VALID_FLAGS.
 pub(crate) const X2APIC_API: u64 =
     (KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK) as u64;

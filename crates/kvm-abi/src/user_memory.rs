@@ -77,6 +77,7 @@ plain!(
     kvm_userspace_memory_region2,
     kvm_vapic_addr,
     kvm_vcpu_events,
+    kvm_xen_hvm_config,
     kvm_x86_mce,
     kvm_xcrs,
 );

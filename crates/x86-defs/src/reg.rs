@@ -16,8 +16,12 @@ pub const RBP: usize = 5;
 pub const RSI: usize = 6;
 /// RDI.
 pub const RDI: usize = 7;
-/// R8; R9 to R15 follow.
+/// R8.
 pub const R8: usize = 8;
+/// R9.
+pub const R9: usize = 9;
+/// R10; R11 to R15 follow.
+pub const R10: usize = 10;
 /// R11, which SYSCALL fills with RFLAGS.
 pub const R11: usize = 11;
 

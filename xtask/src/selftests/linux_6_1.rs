@@ -99,6 +99,6 @@ const TESTS: &[Test] = &[
     ("x86_64/xapic_ipi_test", Slow),
     ("x86_64/xapic_state_test", Pass),
     ("x86_64/xen_shinfo_test", Skip(XEN)),
-    ("x86_64/xen_vmcall_test", Skip(XEN)),
+    ("x86_64/xen_vmcall_test", Pass),
     ("x86_64/xss_msr_test", Pass),
 ];

@@ -125,6 +125,6 @@ const TESTS: &[Test] = &[
     ("x86_64/xapic_state_test", Pass),
     ("x86_64/xcr0_cpuid_test", Pass),
     ("x86_64/xen_shinfo_test", Skip(XEN)),
-    ("x86_64/xen_vmcall_test", Skip(XEN)),
+    ("x86_64/xen_vmcall_test", Pass),
     ("x86_64/xss_msr_test", Pass),
 ];

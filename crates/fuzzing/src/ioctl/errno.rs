@@ -114,6 +114,7 @@ const ERRNOS: &[(&str, &[i32])] = &[
         ],
     ),
     ("KVM_X86_SET_MSR_FILTER", &[libc::EINVAL]),
+    ("KVM_XEN_HVM_CONFIG", &[libc::EINVAL]),
     ("KVM_SET_PMU_EVENT_FILTER", &[libc::EINVAL, libc::E2BIG]),
     ("KVM_GET_STATS_FD", &[]),
     ("KVM_SET_NR_MMU_PAGES", &[libc::EINVAL]),

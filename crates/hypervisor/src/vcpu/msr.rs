@@ -170,6 +170,10 @@ impl Bus {
         value: u64,
         host: bool,
     ) -> bool {
+        // The VMM may choose any number.
+        if self.vm.xen.is_msr(index) {
+            return self.write_xen_page(cpu, value);
+        }
         if pv_feature(index).is_some_and(|feature| !self.has_pv(feature)) {
             return false;
         }

@@ -14,6 +14,7 @@ mod irqfd;
 pub(crate) mod load;
 pub(crate) mod options;
 mod work;
+pub(crate) mod xen;
 
 pub use doorbell::Doorbell;
 pub use irqfd::{IrqTrigger, direct as irqfd_direct};
@@ -66,6 +67,7 @@ pub(crate) struct VmState {
     /// Makes system calls for the vCPUs' threads.
     pub(crate) service_thread: Arc<ServiceThread>,
     pub(crate) hyperv: hyperv::HyperV,
+    pub(crate) xen: xen::Xen,
     /// How vCPUs execute.
     pub(crate) engine: EngineOptions,
 }
@@ -148,6 +150,7 @@ impl Vm {
             ring: Ring::default(),
             service_thread: Arc::default(),
             hyperv: hyperv::HyperV::default(),
+            xen: xen::Xen::default(),
             engine,
         };
         Ok(Arc::new(Self {

@@ -14,7 +14,7 @@ use crate::system::MAX_IO_MSRS;
 use crate::user_memory::Arg;
 use crate::vcpu::Vcpu;
 
-const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
+const NO_XEN: &str = "KVM_CAP_XEN_HVM has no shared pages and no events";
 
 pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_RUN", KVM_RUN, run),

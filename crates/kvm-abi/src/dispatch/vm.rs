@@ -10,11 +10,12 @@ use super::{LIST, Row, count, done, list_len};
 use crate::errno::{Errno, Result};
 use crate::numbers::*;
 use crate::objects;
+use crate::run_page::PAGE_SIZE;
 use crate::user_memory::Arg;
 use crate::vm::Vm;
 
 const NO_SEV: &str = "encrypted and private memory need hardware";
-const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
+const NO_XEN: &str = "KVM_CAP_XEN_HVM has no shared pages and no events";
 
 pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_CHECK_EXTENSION", KVM_CHECK_EXTENSION, |vm, arg| {
@@ -208,12 +209,7 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_HYPERV_EVENTFD", KVM_HYPERV_EVENTFD, |vm, arg| {
         done(vm.hypervisor().hyperv_eventfd(&arg.read()?))
     }),
-    Row::refused(
-        "KVM_XEN_HVM_CONFIG",
-        KVM_XEN_HVM_CONFIG,
-        libc::ENOTTY,
-        NO_XEN,
-    ),
+    Row::done("KVM_XEN_HVM_CONFIG", KVM_XEN_HVM_CONFIG, set_xen_hvm_config),
     Row::refused(
         "KVM_XEN_HVM_GET_ATTR",
         KVM_XEN_HVM_GET_ATTR,
@@ -281,6 +277,20 @@ fn clear_dirty_log(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
         vm.hypervisor()
             .clear_dirty_log(log.slot, log.first_page, pages, read),
     )
+}
+
+fn set_xen_hvm_config(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
+    let config: kvm_xen_hvm_config = arg.read()?;
+    let intercepts = config.flags & KVM_XEN_HVM_CONFIG_INTERCEPT_HCALL != 0;
+    let read = |address: u64, pages: u8| match intercepts {
+        true => Ok(Vec::new()),
+        false => Arg(address).read_list(usize::from(pages) * PAGE_SIZE),
+    };
+    let pages = [
+        read(config.blob_addr_32, config.blob_size_32)?,
+        read(config.blob_addr_64, config.blob_size_64)?,
+    ];
+    done(vm.hypervisor().set_xen_hvm_config(&config, pages))
 }
 
 fn set_msr_filter(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {

@@ -158,6 +158,9 @@ impl RunPage {
             Question::HyperVCall => {
                 Answer::Hypercall(self.union::<HyperVExitOf<HyperVCall>>().details.result)
             }
+            Question::XenCall => {
+                Answer::Hypercall(self.union::<HyperVExitOf<XenCall>>().details.result)
+            }
             Question::Debugger => {
                 Answer::Debugger(self.union::<HyperVExitOf<Debugger>>().details.status)
             }
@@ -264,6 +267,15 @@ impl RunPage {
                 self.set_union(hypercall);
                 (KVM_EXIT_HYPERCALL, Question::Hypercall)
             }
+            Exit::Xen {
+                longmode,
+                cpl,
+                input,
+                params,
+            } => {
+                self.store_xen(longmode, cpl, input, params);
+                (KVM_EXIT_XEN, Question::XenCall)
+            }
             Exit::HyperV(ref exit) => (KVM_EXIT_HYPERV, self.store_hyperv(exit)),
             Exit::MemoryFault { gpa } => {
                 self.set_union(MemoryFault {
@@ -284,6 +296,17 @@ impl RunPage {
         };
         self.set_exit_reason(reason);
         question
+    }
+
+    fn store_xen(&self, longmode: bool, cpl: u8, input: u64, params: [u64; 6]) {
+        let call = XenCall {
+            longmode: longmode.into(),
+            cpl: cpl.into(),
+            input,
+            params,
+            ..Default::default()
+        };
+        self.set_union(HyperVExitOf::new(KVM_EXIT_XEN_HCALL, call));
     }
 
     fn store_mmio(&self, gpa: u64, data: [u8; 8], len: u8, is_write: bool) -> Question {
@@ -471,8 +494,9 @@ type MemoryFault = kvm_run__bindgen_ty_1__bindgen_ty_27;
 type Synic = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_1;
 type HyperVCall = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_2;
 type Debugger = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_3;
+type XenCall = kvm_xen_exit__bindgen_ty_1__bindgen_ty_1;
 
-/// `struct kvm_hyperv_exit` with one member of its union.
+/// `struct kvm_hyperv_exit`, or `struct kvm_xen_exit`, with one member of its union.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct HyperVExitOf<T> {
@@ -486,6 +510,7 @@ impl<T> HyperVExitOf<T> {
         const {
             assert!(
                 std::mem::offset_of!(Self, details) == std::mem::offset_of!(kvm_hyperv_exit, u)
+                    && std::mem::offset_of!(Self, details) == std::mem::offset_of!(kvm_xen_exit, u)
             );
         };
         Self {

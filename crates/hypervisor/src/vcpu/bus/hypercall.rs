@@ -39,6 +39,11 @@ const EOPNOTSUPP: u64 = 95u64.wrapping_neg();
 
 /// Executes VMCALL or VMMCALL.
 pub(in crate::vcpu) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
+    if bus.vm.xen.has_hypercalls()
+        && let Some(result) = super::xen::execute(bus, cpu)
+    {
+        return result;
+    }
     if bus.has_hv_hypercalls() {
         return super::hyperv::calls::execute(bus, cpu);
     }
@@ -80,6 +85,19 @@ pub(in crate::vcpu) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), 
     };
     cpu.gpr[RAX] = if wide { result } else { result & 0xffff_ffff };
     Ok(())
+}
+
+impl Bus {
+    /// Returns the processor's own hypercall instruction.
+    pub(super) fn hypercall_instruction(&self, cpu: &CpuState) -> [u8; 3] {
+        const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
+        const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
+        if cpu.features.has(x86_cpu::Feature::Amd) {
+            VMMCALL
+        } else {
+            VMCALL
+        }
+    }
 }
 
 /// Does what a write of the low bytes of `value` to a doorbell does, without the writing instruction. Bits 7:0 of

@@ -15,6 +15,7 @@ mod roots;
 pub(super) mod stats;
 mod steal;
 mod vapic;
+mod xen;
 
 use std::sync::{
     Arc,

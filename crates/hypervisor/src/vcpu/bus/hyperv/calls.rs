@@ -19,6 +19,7 @@ mod status {
     pub(super) const SUCCESS: u64 = 0;
     pub(super) const INVALID_CODE: u64 = 2;
     pub(super) const INVALID_INPUT: u64 = 3;
+    pub(super) const INVALID_ALIGNMENT: u64 = 4;
     pub(super) const INVALID_PARAMETER: u64 = 5;
     pub(super) const ACCESS_DENIED: u64 = 6;
     pub(super) const OPERATION_DENIED: u64 = 8;
@@ -248,8 +249,11 @@ fn signal_event(bus: &mut Bus, cpu: &CpuState, call: Call) -> Result<u64, Fault>
     const NUMBER: u64 = 0xffff << 32;
     let access = DeviceAccess::Hypercall { nr: call.control };
     if bus.replay.is_new(access) {
-        let Some([event]) = call.words(bus, cpu) else {
-            return Ok(status::INVALID_INPUT);
+        let [address, _] = call.input;
+        let is_aligned = call.is_fast || address.is_multiple_of(8);
+        let event = call.words(bus, cpu).filter(|_| is_aligned);
+        let Some([event]) = event else {
+            return Ok(status::INVALID_ALIGNMENT);
         };
         if event & NUMBER == 0 {
             if event & !CONNECTION != 0 {

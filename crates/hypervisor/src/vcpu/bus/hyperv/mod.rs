@@ -288,12 +288,15 @@ impl Bus {
 
     /// Writes the page that the guest calls for a hypercall: the processor's own hypercall instruction, and RET.
     fn write_hypercall_page(&self, cpu: &CpuState, gpa: u64) -> bool {
-        let last = if cpu.features.has(x86_cpu::Feature::Amd) {
-            0xd9
+        // OR EAX, 80000000h tells it from Xen's hypercalls.
+        let marked = [0x0d, 0, 0, 0, 0x80];
+        let mark = if self.vm.xen.has_hypercalls() {
+            &marked[..]
         } else {
-            0xc1
+            &[]
         };
-        self.vm.memory.write_bytes(gpa, &[0x0f, 0x01, last, 0xc3])
+        let code = [mark, &self.hypercall_instruction(cpu), &[0xc3]].concat();
+        self.vm.memory.write_bytes(gpa, &code)
     }
 
     /// Rewrites the reference TSC page after the clock has changed. If the guest has TSC emulation enabled, because it
