@@ -1,7 +1,7 @@
 //! Xen's hypercalls: number in RAX; arguments in RDI, RSI, RDX, R10, R8, R9, of 32-bit code in EBX, ECX, EDX, ESI, EDI, EBP
 //! (Xen's public headers, arch-x86). The VMM answers all of them.
 
-use x86_cpu::{CpuState, Fault};
+use x86_cpu::{CpuState, Exception, Fault};
 use x86_defs::{
     control::efer,
     reg::{R8, R9, R10, RAX, RBP, RBX, RCX, RDI, RDX, RSI},
@@ -19,6 +19,9 @@ const OF_HYPER_V: u64 = 1 << 31;
 pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Option<Result<(), Fault>> {
     if cpu.gpr[RAX] & OF_HYPER_V != 0 && bus.has_hv_hypercalls() {
         return None;
+    }
+    if !cpu.is_protected() {
+        return Some(Err(Exception::UD.into()));
     }
     let longmode = cpu.is_64bit();
     let params = if longmode {
