@@ -156,13 +156,13 @@ impl RunPage {
             }
             Question::Hypercall => Answer::Hypercall(self.union::<Hypercall>().ret),
             Question::HyperVCall => {
-                Answer::Hypercall(self.union::<HyperVExitOf<HyperVCall>>().details.result)
+                Answer::Hypercall(self.union::<TypedExit<HyperVCall>>().details.result)
             }
             Question::XenCall => {
-                Answer::Hypercall(self.union::<HyperVExitOf<XenCall>>().details.result)
+                Answer::Hypercall(self.union::<TypedExit<XenCall>>().details.result)
             }
             Question::Debugger => {
-                Answer::Debugger(self.union::<HyperVExitOf<Debugger>>().details.status)
+                Answer::Debugger(self.union::<TypedExit<Debugger>>().details.status)
             }
         }
     }
@@ -306,7 +306,7 @@ impl RunPage {
             params,
             ..Default::default()
         };
-        self.set_union(HyperVExitOf::new(KVM_EXIT_XEN_HCALL, call));
+        self.set_union(TypedExit::new(KVM_EXIT_XEN_HCALL, call));
     }
 
     fn store_mmio(&self, gpa: u64, data: [u8; 8], len: u8, is_write: bool) -> Question {
@@ -399,7 +399,7 @@ impl RunPage {
                     msg_page: messages,
                     ..Default::default()
                 };
-                self.set_union(HyperVExitOf::new(KVM_EXIT_HYPERV_SYNIC, details));
+                self.set_union(TypedExit::new(KVM_EXIT_HYPERV_SYNIC, details));
                 Question::None
             }
             HyperVExit::Call { input, params } => {
@@ -408,7 +408,7 @@ impl RunPage {
                     params,
                     ..Default::default()
                 };
-                self.set_union(HyperVExitOf::new(KVM_EXIT_HYPERV_HCALL, details));
+                self.set_union(TypedExit::new(KVM_EXIT_HYPERV_HCALL, details));
                 Question::HyperVCall
             }
             HyperVExit::Debugger {
@@ -426,7 +426,7 @@ impl RunPage {
                     recv_page,
                     pending_page,
                 };
-                self.set_union(HyperVExitOf::new(KVM_EXIT_HYPERV_SYNDBG, details));
+                self.set_union(TypedExit::new(KVM_EXIT_HYPERV_SYNDBG, details));
                 if msr == hypervisor::SYNDBG_CONTROL {
                     Question::Debugger
                 } else {
@@ -499,13 +499,13 @@ type XenCall = kvm_xen_exit__bindgen_ty_1__bindgen_ty_1;
 /// `struct kvm_hyperv_exit`, or `struct kvm_xen_exit`, with one member of its union.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct HyperVExitOf<T> {
+struct TypedExit<T> {
     kind: u32,
     pad: u32,
     details: T,
 }
 
-impl<T> HyperVExitOf<T> {
+impl<T> TypedExit<T> {
     const fn new(kind: u32, details: T) -> Self {
         const {
             assert!(
