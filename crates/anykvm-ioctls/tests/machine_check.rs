@@ -5,7 +5,7 @@
 mod guest;
 
 use anykvm_ioctls::{Cap, Kvm, VcpuFd};
-use guest::{Guest, ioctl};
+use guest::{Guest, ioctl, set_msr};
 use kvm_abi::numbers::*;
 use kvm_bindings::*;
 
@@ -29,12 +29,6 @@ fn entry(index: u32, data: u64) -> kvm_msr_entry {
         data,
         ..Default::default()
     }
-}
-
-fn set(vcpu: &VcpuFd, index: u32, value: u64) -> bool {
-    vcpu.set_msrs(&Msrs::from_entries(&[entry(index, value)]).unwrap())
-        .unwrap()
-        == 1
 }
 
 fn get(vcpu: &VcpuFd, index: u32) -> Option<u64> {
@@ -148,7 +142,7 @@ fn cmci_is_raised_where_the_bank_allows_it() {
     let vcpu = vm.create_vcpu(0).unwrap();
     // Without CMCI neither the registers nor the entry are there.
     assert_eq!(lapic(&vcpu, VERSION) >> 16 & 0xff, 5);
-    assert!(!set(&vcpu, 0x283, CMCI_EN));
+    assert!(!set_msr(&vcpu, 0x283, CMCI_EN));
     let mut cap = CMCI | 1 << 8 | 10;
     ioctl(&vcpu, KVM_X86_SETUP_MCE, &mut cap).unwrap();
     assert_eq!(lapic(&vcpu, VERSION) >> 16 & 0xff, 6);
@@ -156,12 +150,12 @@ fn cmci_is_raised_where_the_bank_allows_it() {
     set_lapic(&vcpu, SPIV, 0x1ff);
     set_lapic(&vcpu, LVT_CMCI, VECTOR);
     // Reserved bits, and a bank that is not there.
-    assert!(!set(&vcpu, 0x283, 1 << 31));
-    assert!(!set(&vcpu, 0x28a, CMCI_EN));
+    assert!(!set_msr(&vcpu, 0x283, 1 << 31));
+    assert!(!set_msr(&vcpu, 0x28a, CMCI_EN));
     let raised = || lapic(&vcpu, IRR + 16 * (VECTOR as usize / 32)) >> (VECTOR % 32) & 1;
     deferred(&vcpu);
     assert_eq!(raised(), 0, "the bank does not allow it");
-    assert!(set(&vcpu, 0x283, CMCI_EN | 1));
+    assert!(set_msr(&vcpu, 0x283, CMCI_EN | 1));
     assert_eq!(get(&vcpu, 0x283), Some(CMCI_EN | 1));
     deferred(&vcpu);
     assert_eq!(raised(), 1);
@@ -169,5 +163,5 @@ fn cmci_is_raised_where_the_bank_allows_it() {
     cap = 1 << 8 | 10;
     ioctl(&vcpu, KVM_X86_SETUP_MCE, &mut cap).unwrap();
     assert_eq!(lapic(&vcpu, VERSION) >> 16 & 0xff, 5);
-    assert!(!set(&vcpu, 0x283, CMCI_EN));
+    assert!(!set_msr(&vcpu, 0x283, CMCI_EN));
 }

@@ -8,7 +8,7 @@ mod hyperv_guest;
 mod long_mode;
 
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use guest::ioctl;
+use guest::{ioctl, set_msr};
 use hyperv_guest::{CALL_PAGE, CODE, GUEST_OS_ID, HYPERCALL, write_msr};
 use iced_x86::{IcedError, code_asm::*};
 use kvm_abi::numbers::*;
@@ -123,18 +123,10 @@ fn the_vmm_may_have_pages_of_its_own() {
     assert!(matches!(exit, VcpuExit::Hlt), "{exit:?}");
     assert_eq!(vcpu.get_regs().unwrap().rax, 0x1234);
     // There is no third page, and none for a VMM that has none.
-    let msr = |value| {
-        let entry = kvm_msr_entry {
-            index: MSR,
-            data: value,
-            ..Default::default()
-        };
-        vcpu.set_msrs(&Msrs::from_entries(&[entry]).unwrap())
-            .unwrap()
-    };
-    assert_eq!((msr(PAGE), msr(PAGE | 2)), (1, 0));
+    let msr = |value| set_msr(&vcpu, MSR, value);
+    assert_eq!((msr(PAGE), msr(PAGE | 2)), (true, false));
     configure(&m.vm, kvm_xen_hvm_config::default()).unwrap();
-    assert_eq!(msr(PAGE), 0);
+    assert!(!msr(PAGE));
 }
 
 #[test]

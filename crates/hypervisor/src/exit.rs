@@ -92,7 +92,7 @@ pub enum Question {
     Hypercall,
     /// `hyperv.u.hcall.result`.
     HyperVCall,
-    /// KVM_EXIT_XEN_HCALL.
+    /// `xen.u.hcall.result`.
     XenCall,
     /// `hyperv.u.syndbg.status`.
     Debugger,

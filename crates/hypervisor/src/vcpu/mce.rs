@@ -63,18 +63,26 @@ pub(super) fn is_mce(index: u32) -> bool {
         index,
         IA32_MCG_STATUS | IA32_MCG_CTL | IA32_MCG_CAP | IA32_P5_MC_ADDR | IA32_P5_MC_TYPE
     ) || index.wrapping_sub(IA32_MC0_CTL) < 4 * MCE_BANKS as u32
-        || index.wrapping_sub(IA32_MC0_CTL2) < MCE_BANKS as u32
+        || is_ctl2(index)
+}
+
+/// True for IA32_MCi_CTL2.
+fn is_ctl2(index: u32) -> bool {
+    index.wrapping_sub(IA32_MC0_CTL2) < MCE_BANKS as u32
 }
 
 impl Mce {
     fn nr_banks(&self) -> usize {
         (self.cap & 0xff) as usize
     }
+    fn bank_at(&mut self, n: u32) -> Option<&mut Bank> {
+        let nr = self.nr_banks();
+        self.banks.get_mut(..nr)?.get_mut(n as usize)
+    }
     /// Returns the bank's register that an MSR names, and its number among the bank's four.
     fn bank(&mut self, index: u32) -> Option<(&mut u64, u32)> {
         let at = index.checked_sub(IA32_MC0_CTL)?;
-        let nr = self.nr_banks();
-        let bank = self.banks.get_mut(..nr)?.get_mut(at as usize / 4)?;
+        let bank = self.bank_at(at / 4)?;
         let register = match at % 4 {
             0 => &mut bank.ctl,
             1 => &mut bank.status,
@@ -85,9 +93,7 @@ impl Mce {
     }
     /// Returns the bank's IA32_MCi_CTL2, if an MSR names one.
     fn ctl2(&mut self, index: u32) -> Option<&mut u64> {
-        let at = index.checked_sub(IA32_MC0_CTL2)?;
-        let nr = self.nr_banks();
-        let bank = self.banks.get_mut(..nr)?.get_mut(at as usize)?;
+        let bank = self.bank_at(index.checked_sub(IA32_MC0_CTL2)?)?;
         Some(&mut bank.ctl2)
     }
     /// RDMSR; `None` is #GP.
@@ -97,7 +103,7 @@ impl Mce {
             IA32_MCG_CAP => Some(self.cap),
             IA32_MCG_CTL => (host || self.cap & MCG_CTL_P != 0).then_some(self.ctl),
             IA32_MCG_STATUS => Some(self.status),
-            IA32_MC0_CTL2..IA32_MTRR_DEF_TYPE => {
+            _ if is_ctl2(index) => {
                 let may_read = host || self.cap & MCG_CMCI_P != 0;
                 self.ctl2(index).filter(|_| may_read).copied()
             }
@@ -123,7 +129,7 @@ impl Mce {
             }
             IA32_MCG_CAP => return host && value == self.cap,
             IA32_P5_MC_ADDR | IA32_P5_MC_TYPE => return false,
-            IA32_MC0_CTL2..IA32_MTRR_DEF_TYPE => {
+            _ if is_ctl2(index) => {
                 let may_write = self.cap & MCG_CMCI_P != 0 || host && value == 0;
                 let is_good = may_write && value & !(CMCI_EN | THRESHOLD) == 0;
                 let Some(register) = self.ctl2(index).filter(|_| is_good) else {

@@ -49,8 +49,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         )
     };
     settle(cpu);
-    let rest = countdown::left(&cpu.engine);
-    jit.session.left_to_poll = rest;
+    jit.session.left_to_poll = countdown::left(&cpu.engine);
     let counted = countdown::exact::end(&mut cpu.engine);
     tell_view(cpu, bus);
     jit.follow_mode(cpu);
@@ -74,7 +73,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     if changed || (frame.key, jit.stats.flushes) != before {
         frame.drop_calls();
     }
-    let left = rest.saturating_sub(countdown::charged(frame));
+    let left = jit.left_to_poll(cpu);
     jit.counted(cpu, code, left, counted)
 }
 
@@ -507,6 +506,12 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
+    /// Returns the number of instructions until the next poll, less what [`handle`] has charged.
+    fn left_to_poll(&self, cpu: &CpuState) -> u64 {
+        let charged = countdown::charged(&cpu.engine);
+        self.session.left_to_poll.saturating_sub(charged)
+    }
+
     /// Returns the host address at which to go on at RIP; 0 if translated code is to be left.
     fn proceed(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> u64 {
         if interp.resets() != self.session.resets
@@ -515,9 +520,8 @@ impl<B: JitBus> Jit<B> {
             return 0;
         }
         self.session.resumed = drop_resume_flag(cpu);
-        let left = self.session.left_to_poll;
-        let left = left.saturating_sub(countdown::charged(&cpu.engine));
-        let may_poll = self.session.resumed.is_some() && may_poll_first(cpu, left);
+        let may_poll =
+            self.session.resumed.is_some() && may_poll_first(cpu, self.left_to_poll(cpu));
         let code = if is_translatable(cpu) && !may_poll {
             cpu.engine.flags = pack(cpu.rflags);
             self.find(interp, cpu, bus)

@@ -87,19 +87,6 @@ pub(in crate::vcpu) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), 
     Ok(())
 }
 
-impl Bus {
-    /// Returns the processor's own hypercall instruction.
-    pub(super) fn hypercall_instruction(&self, cpu: &CpuState) -> [u8; 3] {
-        const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
-        const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
-        if cpu.features.has(x86_cpu::Feature::Amd) {
-            VMMCALL
-        } else {
-            VMCALL
-        }
-    }
-}
-
 /// Does what a write of the low bytes of `value` to a doorbell does, without the writing instruction. Bits 7:0 of
 /// `place` are 0 for memory and 1 for ports; the bits above are the write's length. Length 0 asks whether the hypercall
 /// exists.

@@ -193,6 +193,17 @@ impl Bus {
     }
 }
 
+/// Returns the processor's own hypercall instruction.
+fn hypercall_instruction(cpu: &CpuState) -> [u8; 3] {
+    const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
+    const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
+    if cpu.features.has(x86_cpu::Feature::Amd) {
+        VMMCALL
+    } else {
+        VMCALL
+    }
+}
+
 impl GuestBus for Bus {
     #[inline(always)]
     fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, who: Privilege) -> Result<T, Fault> {

@@ -51,11 +51,11 @@ impl Bus {
             return page.is_some_and(|page| self.vm.memory.write_bytes(gpa, &page));
         }
         // MOV EAX, imm32; VMCALL or VMMCALL; RET
-        let [.., last] = self.hypercall_instruction(cpu);
+        let [x, y, z] = super::hypercall_instruction(cpu);
         let mut page = [0xcc; PAGE];
         for (nr, call) in (0u32..).zip(page.chunks_exact_mut(CALL)) {
             let [a, b, c, d] = nr.to_le_bytes();
-            let code = [0xb8, a, b, c, d, 0x0f, 0x01, last, 0xc3];
+            let code = [0xb8, a, b, c, d, x, y, z, 0xc3];
             call[..code.len()].copy_from_slice(&code);
         }
         n == 0 && self.vm.memory.write_bytes(gpa, &page)

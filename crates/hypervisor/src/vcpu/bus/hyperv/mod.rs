@@ -288,14 +288,13 @@ impl Bus {
 
     /// Writes the page that the guest calls for a hypercall: the processor's own hypercall instruction, and RET.
     fn write_hypercall_page(&self, cpu: &CpuState, gpa: u64) -> bool {
-        // OR EAX, 80000000h tells it from Xen's hypercalls.
-        let marked = [0x0d, 0, 0, 0, 0x80];
-        let mark = if self.vm.xen.has_hypercalls() {
-            &marked[..]
+        // OR EAX, 80000000h marks a hypercall as Hyper-V's where VMCALL and VMMCALL are Xen's, too.
+        let mark: &[u8] = if self.vm.xen.has_hypercalls() {
+            &[0x0d, 0, 0, 0, 0x80]
         } else {
             &[]
         };
-        let code = [mark, &self.hypercall_instruction(cpu), &[0xc3]].concat();
+        let code = [mark, &super::hypercall_instruction(cpu), &[0xc3]].concat();
         self.vm.memory.write_bytes(gpa, &code)
     }
 
