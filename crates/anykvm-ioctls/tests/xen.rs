@@ -132,9 +132,9 @@ fn the_vmm_may_have_pages_of_its_own() {
 #[test]
 fn configurations_that_are_refused() {
     let vm = Kvm::new().unwrap().create_vm().unwrap();
-    assert_eq!(vm.check_extension_raw(KVM_CAP_XEN_HVM.into()), 3);
+    assert_eq!(vm.check_extension_raw(KVM_CAP_XEN_HVM.into()), 0xff);
     let unknown = kvm_xen_hvm_config {
-        flags: KVM_XEN_HVM_CONFIG_EVTCHN_SEND,
+        flags: KVM_XEN_HVM_CONFIG_SHARED_INFO,
         ..Default::default()
     };
     let both = kvm_xen_hvm_config {

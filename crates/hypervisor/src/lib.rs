@@ -31,9 +31,12 @@ pub use bell::Subscriber;
 pub use exit::{Answer, Exit, HyperVExit, IoData, Question, RunInput, RunPage, RunStatus};
 pub use sink::{StatKind, StatsSink};
 pub use system::hv_msrs::index::SYNDBG_CONTROL;
-pub use vcpu::{VCPU_STATS, Vcpu};
+pub use vcpu::{VCPU_STATS, Vcpu, XenRunstate, XenVcpuAttr};
 pub use vm::irqfd_direct;
-pub use vm::{Doorbell, EventFilter, IrqTrigger, MsrRange, Route, RouteTarget, VM_STATS, Vm};
+pub use vm::{
+    Doorbell, EventFilter, IrqTrigger, MsrRange, Route, RouteTarget, VM_STATS, Vm, XEN_PRIORITY,
+    XenAttr, XenPort,
+};
 
 /// Result of a hypervisor call.
 pub type Result<T> = core::result::Result<T, Error>;

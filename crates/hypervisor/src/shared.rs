@@ -22,6 +22,8 @@ use irqchip::{Accepted, Lapic, LapicConfig, LapicIrq};
 
 use crate::{bell::IoTable, sink::Sink};
 
+/// An address that is none.
+pub(crate) const NOWHERE: u64 = u64::MAX;
 /// Longest sleep at once.
 const PARK_LIMIT: Duration = Duration::from_secs(3600);
 
@@ -67,6 +69,41 @@ mod state {
     pub(super) const HALTED: u8 = 3;
 }
 
+/// How a vCPU is told of Xen's events.
+#[derive(Debug)]
+pub(crate) struct XenReceiver {
+    /// Address of its `struct vcpu_info`, or [`NOWHERE`].
+    info: AtomicU64,
+    /// The vector that its own LAPIC gets; 0: none.
+    pub(crate) vector: AtomicU8,
+    /// Words of the pending bits with events that its structure could not be told of.
+    pub(crate) untold: AtomicU64,
+    /// It waits for an event.
+    pub(crate) is_polling: AtomicBool,
+}
+
+impl Default for XenReceiver {
+    fn default() -> Self {
+        Self {
+            info: AtomicU64::new(NOWHERE),
+            vector: AtomicU8::default(),
+            untold: AtomicU64::default(),
+            is_polling: AtomicBool::default(),
+        }
+    }
+}
+
+impl XenReceiver {
+    /// Returns the address of its `struct vcpu_info`.
+    #[inline]
+    pub(crate) fn info(&self) -> Option<u64> {
+        Some(self.info.load(Ordering::Acquire)).filter(|gpa| *gpa != NOWHERE)
+    }
+    pub(crate) fn set_info(&self, gpa: u64) {
+        self.info.store(gpa, Ordering::Release);
+    }
+}
+
 /// The shared part of a vCPU.
 #[derive(Debug)]
 pub(crate) struct VcpuShared {
@@ -78,6 +115,7 @@ pub(crate) struct VcpuShared {
     pub(crate) index: usize,
     /// HV_X64_MSR_VP_INDEX.
     pub(crate) vp_index: AtomicU32,
+    pub(crate) xen: XenReceiver,
     /// Who wants to see the statistics.
     pub(crate) stats: OnceLock<Sink>,
     lapic: Mutex<Lapic>,
@@ -117,6 +155,7 @@ impl VcpuShared {
             is_bsp,
             index,
             vp_index: AtomicU32::new(index as u32),
+            xen: XenReceiver::default(),
             stats: OnceLock::new(),
             lapic: Mutex::new(lapic),
             sipi_page: AtomicU32::new(0),

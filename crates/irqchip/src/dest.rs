@@ -19,6 +19,10 @@ pub trait LapicSet {
     fn index_of_vp(&self, vp: u32) -> Option<usize> {
         Some(vp as usize).filter(|vp| *vp < self.nr_lapics())
     }
+    /// Raises an event of Xen's on the vCPU with this id. A set that has nothing to do with Xen ignores it.
+    fn send_event(&mut self, _vcpu: u32, _port: u32) -> LineStatus {
+        LineStatus::IGNORED
+    }
     /// Runs `f` on one LAPIC with its lock held. `f` takes no other lock.
     fn with<R>(&mut self, index: usize, f: impl FnOnce(&mut Lapic) -> R) -> R;
     /// Notes that a LAPIC, whose lock has been dropped, accepted something: the implementation notes the event and

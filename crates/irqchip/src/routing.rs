@@ -25,6 +25,13 @@ pub enum Route {
         /// Number of the source. Interrupts of a source above 15 have no effect.
         sint: u32,
     },
+    /// An event channel of Xen's.
+    XenEvent {
+        /// Id of the vCPU.
+        vcpu: u32,
+        /// Number of the channel.
+        port: u32,
+    },
 }
 
 /// One entry of KVM_SET_GSI_ROUTING.

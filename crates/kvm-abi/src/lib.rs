@@ -31,6 +31,7 @@ pub mod trace;
 mod user_memory;
 mod vcpu;
 mod vm;
+mod xen;
 
 pub use compat::compat_page;
 pub use device::Device;

@@ -77,7 +77,10 @@ plain!(
     kvm_userspace_memory_region2,
     kvm_vapic_addr,
     kvm_vcpu_events,
+    kvm_irq_routing_xen_evtchn,
+    kvm_xen_hvm_attr,
     kvm_xen_hvm_config,
+    kvm_xen_vcpu_attr,
     kvm_x86_mce,
     kvm_xcrs,
 );

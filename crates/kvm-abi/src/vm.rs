@@ -317,6 +317,17 @@ fn route(entry: &kvm_irq_routing_entry) -> Result<Route> {
                 sint: source.sint,
             }
         }
+        KVM_IRQ_ROUTING_XEN_EVTCHN => {
+            // SAFETY: all members of the union are integers: any bytes are a value of each.
+            let event = unsafe { entry.u.xen_evtchn };
+            if event.priority != hypervisor::XEN_PRIORITY {
+                return Err(EINVAL);
+            }
+            RouteTarget::XenEvent {
+                vcpu: event.vcpu,
+                port: event.port,
+            }
+        }
         _ => return Err(EINVAL),
     };
     Ok(Route {

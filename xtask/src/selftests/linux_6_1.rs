@@ -1,8 +1,6 @@
 //! How the selftests of Linux 6.1 end.
 
-use super::suite::{
-    INTEL, NESTED, Pass, PassOrSkip, SEV, Skip, SkipOrFails, Slow, Suite, Test, XEN,
-};
+use super::suite::{INTEL, NESTED, Pass, PassOrSkip, SEV, Skip, SkipOrFails, Slow, Suite, Test};
 
 pub(super) const SUITE: Suite = Suite {
     package: "linux-source-6.1",
@@ -98,7 +96,7 @@ const TESTS: &[Test] = &[
     ("x86_64/vmx_tsc_adjust_test", Skip(INTEL)),
     ("x86_64/xapic_ipi_test", Slow),
     ("x86_64/xapic_state_test", Pass),
-    ("x86_64/xen_shinfo_test", Skip(XEN)),
+    ("x86_64/xen_shinfo_test", Pass),
     ("x86_64/xen_vmcall_test", Pass),
     ("x86_64/xss_msr_test", Pass),
 ];

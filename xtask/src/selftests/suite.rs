@@ -23,7 +23,6 @@ pub(super) const NESTED: &str = "no nested virtualization";
 pub(super) const INTEL: &str = "for Intel hosts; run on one it needs nested virtualization";
 pub(super) const SEV: &str = "no encrypted memory";
 pub(super) const PRIVATE: &str = "no private memory";
-pub(super) const XEN: &str = "no Xen guests";
 
 /// A test's name, which is its place in the folder of programs, and its end.
 pub(super) type Test = (&'static str, Expect);
@@ -83,23 +82,23 @@ mod tests {
         for (expect, status, good) in [
             (Pass, Some(0), true),
             (Slow, Some(0), true),
-            (Skip(XEN), Some(4), true),
+            (Skip(NESTED), Some(4), true),
             (Pass, Some(4), false),
-            (Skip(XEN), Some(0), false),
-            (PassOrSkip(XEN), Some(0), true),
-            (PassOrSkip(XEN), Some(4), true),
-            (PassOrSkip(XEN), Some(1), false),
+            (Skip(NESTED), Some(0), false),
+            (PassOrSkip(NESTED), Some(0), true),
+            (PassOrSkip(NESTED), Some(4), true),
+            (PassOrSkip(NESTED), Some(1), false),
             (Pass, Some(254), false),
-            (Skip(XEN), None, false),
+            (Skip(NESTED), None, false),
             (Pass, None, false),
-            (Fails("last", XEN), Some(254), true),
-            (Fails("other", XEN), Some(254), false),
-            (Fails("last", XEN), Some(0), false),
-            (Fails("last", XEN), None, false),
-            (Fails("last", XEN), Some(4), false),
-            (SkipOrFails("last", XEN), Some(4), true),
-            (SkipOrFails("last", XEN), Some(254), true),
-            (SkipOrFails("other", XEN), Some(254), false),
+            (Fails("last", NESTED), Some(254), true),
+            (Fails("other", NESTED), Some(254), false),
+            (Fails("last", NESTED), Some(0), false),
+            (Fails("last", NESTED), None, false),
+            (Fails("last", NESTED), Some(4), false),
+            (SkipOrFails("last", NESTED), Some(4), true),
+            (SkipOrFails("last", NESTED), Some(254), true),
+            (SkipOrFails("other", NESTED), Some(254), false),
         ] {
             assert_eq!(check(expect, &ended(status)).is_ok(), good, "{status:?}");
         }

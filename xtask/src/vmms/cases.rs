@@ -55,6 +55,12 @@ const HYPERV: &str = "dmesg | grep 'Hypervisor detected: Microsoft Hyper-V' && s
 /// It also has its timers from there, and flushes the other processor's TLB by hypercalls.
 const HYPERV_TIMERS: &str = "dmesg | grep 'Hyper-V: Using hypercall for remote TLB flush' && same $(sed 's/ /-/g' /sys/devices/system/clockevents/clockevent1/current_device) Hyper-V-clockevent";
 
+/// QEMU's words before 8.0, which does not play Xen.
+const NO_XEN: &str = "Property 'kvm-accel.xen-version' not found";
+
+/// The kernel has found Xen, goes by its clock, has its timers and interrupts by event channels, and reads its disk.
+const XEN: &str = "dmesg | grep 'Hypervisor detected: Xen HVM' && same $(cat /sys/devices/system/clocksource/clocksource0/current_clocksource) xen && grep 'xen-percpu.*timer1' /proc/interrupts && same $(sum < /dev/xvda) $data";
+
 /// The matrix.
 pub(super) const CASES: &[Case] = &[
     qemu("pc", Quick, ""),
@@ -130,6 +136,16 @@ pub(super) const CASES: &[Case] = &[
             "hyper-v-alone",
             Quick,
             "-cpu host,kvm=off,hv-relaxed,hv-vapic,hv-spinlocks=0x1fff,hv-time,hv-vpindex,hv-runtime,hv-reset,hv-frequencies,hv-crash,hv-reenlightenment,hv-ipi",
+        )
+    },
+    Case {
+        cpus: 2,
+        check: XEN,
+        refusal: Some(NO_XEN),
+        ..qemu(
+            "xen",
+            Normal,
+            "-M q35 -accel kvm,xen-version=0x4000a,kernel-irqchip=split -cpu host,+xen-vapic -drive file={dir}/data.img,format=raw,if=xen",
         )
     },
     Case {

@@ -24,6 +24,7 @@ const MODULES: &[&str] = &[
     "virtio_pci",
     "virtio_mmio",
     "virtio_blk",
+    "xen_blkfront",
     "virtio_scsi",
     "sd_mod",
     "ata_piix",

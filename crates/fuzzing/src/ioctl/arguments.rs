@@ -80,6 +80,11 @@ impl Arguments<'_> {
             }
         } else {
             self.fill(random, call, fds, &mut bytes);
+            if let Some(call) = call.filter(|call| call.name.starts_with("KVM_XEN_"))
+                && !random.one_in(4)
+            {
+                fill_for_xen(call.name, random, fds, &mut bytes);
+            }
         }
         if sets_memory {
             self.tame(random, &mut bytes);
@@ -286,6 +291,42 @@ impl Arguments<'_> {
             Some("KVM_SET_TSC_KHZ") => random.pick(&[0, 1000, 2_400_000, 1 << 32, u64::MAX]),
             _ if kind == FdKind::System => random.below(4),
             _ => random.integer(),
+        }
+    }
+}
+
+/// Fills in an attribute of Xen's, an event or a configuration.
+fn fill_for_xen(name: &str, random: &mut Random, fds: &[i32], bytes: &mut [u8]) {
+    const PRIORITY: u32 = u32::MAX;
+    let mut put = |at: usize, words: &[u32]| {
+        for (to, word) in bytes[at..].chunks_exact_mut(4).zip(words) {
+            to.copy_from_slice(&word.to_le_bytes());
+        }
+    };
+    let port = random.below(8) as u32;
+    match name {
+        // Port, vCPU and priority.
+        "KVM_XEN_HVM_EVTCHN_SEND" => put(0, &[port, random.below(2) as u32, PRIORITY]),
+        // Flags, MSR, and no pages.
+        "KVM_XEN_HVM_CONFIG" => put(0, &[random.pick(&[0x22, 0xa2, 2]), 0x4000_0000, 0, 0, 0, 0]),
+        _ => {
+            put(0, &[random.below(10) as u32, 0]);
+            let gpa = random.below(RAM / 2) as u32 & !3;
+            match random.below(4) {
+                // A port that the guest sends by, its kind, flags, another port or none, vCPU or eventfd, priority.
+                0 => {
+                    let kind = random.pick(&[2, 5]);
+                    let flags = random.pick(&[0, 0, 1, 2]);
+                    let other = random.pick(&[port, 0]);
+                    let fd = random.pick(fds) as u32;
+                    put(8, &[port, kind, flags, other, fd, PRIORITY]);
+                }
+                // The number of a page, or a vector.
+                1 => put(8, &[random.below(0x30) as u32, 0]),
+                // Port, priority and time of a timer.
+                2 => put(8, &[port, PRIORITY, random.below(1 << 30) as u32, 0]),
+                _ => put(8, &[gpa, 0]),
+            }
         }
     }
 }

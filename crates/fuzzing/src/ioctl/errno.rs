@@ -115,6 +115,17 @@ const ERRNOS: &[(&str, &[i32])] = &[
     ),
     ("KVM_X86_SET_MSR_FILTER", &[libc::EINVAL]),
     ("KVM_XEN_HVM_CONFIG", &[libc::EINVAL]),
+    ("KVM_XEN_HVM_GET_ATTR", &[libc::ENOENT]),
+    (
+        "KVM_XEN_HVM_SET_ATTR",
+        &[libc::EINVAL, libc::ENOENT, libc::EEXIST, libc::EBADF],
+    ),
+    ("KVM_XEN_HVM_EVTCHN_SEND", &[libc::EINVAL]),
+    ("KVM_XEN_VCPU_GET_ATTR", &[libc::ENOENT, libc::EINVAL]),
+    (
+        "KVM_XEN_VCPU_SET_ATTR",
+        &[libc::EINVAL, libc::ENOENT, libc::ENXIO],
+    ),
     ("KVM_SET_PMU_EVENT_FILTER", &[libc::EINVAL, libc::E2BIG]),
     ("KVM_GET_STATS_FD", &[]),
     ("KVM_SET_NR_MMU_PAGES", &[libc::EINVAL]),

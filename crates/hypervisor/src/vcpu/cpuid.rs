@@ -8,7 +8,10 @@ use pmu::Config;
 use x86_cpu::{CpuState, Feature, Features};
 use x86_defs::{control::cr4, xsave};
 
-use crate::system::pkru_offset;
+use crate::{
+    system::pkru_offset,
+    vm::clock::{TscParams, pvclock_scale},
+};
 
 /// IA32_MISC_ENABLE: MONITOR and MWAIT exist.
 pub(super) const MISC_ENABLE_MWAIT: u64 = 1 << 18;
@@ -191,6 +194,31 @@ pub(super) fn shown(
         follow_state(e, entries, cpu, follows);
     }
     list
+}
+
+/// Fills in Xen's leaf of time, if there is one: kvmclock's factor and shift, and the TSC's frequency in kHz (Xen's public
+/// headers, arch-x86/cpuid.h, leaf 3).
+pub(super) fn show_xen_clock(entries: &mut [kvm_cpuid_entry2], tsc: &TscParams) {
+    const SIGNATURE: [u32; 3] = [0x566e_6558, 0x6558_4d4d, 0x4d4d_566e];
+    let base = entries.iter().find(|e| {
+        // The interface may be behind another one.
+        (0x4000_0000..0x4001_0000).contains(&e.function)
+            && e.function & 0xff == 0
+            && [e.ebx, e.ecx, e.edx] == SIGNATURE
+    });
+    let Some(base) = base.filter(|e| e.eax >= e.function + 3) else {
+        return;
+    };
+    let leaf = base.function + 3;
+    let khz = tsc.real_khz();
+    let (mul, shift) = pvclock_scale(khz);
+    for e in entries.iter_mut().filter(|e| e.function == leaf) {
+        match e.index {
+            1 => (e.ecx, e.edx) = (mul, i32::from(shift) as u32),
+            2 => e.eax = khz,
+            _ => {}
+        }
+    }
 }
 
 /// Sets the bits of a leaf that depend on control registers and other state.

@@ -119,8 +119,9 @@ impl Inner {
         }
     }
 
-    /// Ends HLT.
+    /// Ends HLT, and the wait for an event of Xen's.
     fn wake(&mut self) {
+        self.bus.stop_polling();
         self.mp_state = KVM_MP_STATE_RUNNABLE;
         self.sleeps_in_guest = false;
     }

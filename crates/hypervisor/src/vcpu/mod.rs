@@ -19,7 +19,10 @@ mod remote_flush;
 mod replay;
 mod run;
 
-pub use bus::stats::VCPU_STATS;
+pub use bus::{
+    stats::VCPU_STATS,
+    xen::{XenRunstate, XenVcpuAttr},
+};
 
 use std::sync::Arc;
 
@@ -321,6 +324,9 @@ impl Vcpu {
     /// that differs from the present one.
     pub fn set_cpuid2(&self, entries: &[kvm_cpuid_entry2]) -> Result<()> {
         let inner = &mut *self.lock();
+        let mut entries = entries.to_vec();
+        cpuid::show_xen_clock(&mut entries, &inner.bus.tsc);
+        let entries = &entries;
         if inner.has_run {
             let follows = inner.bus.cpuid_follows();
             let shown = |list| cpuid::shown(list, &inner.cpu, follows);
@@ -333,7 +339,7 @@ impl Vcpu {
         if !cpuid::is_possible(entries) {
             return Err(Error::InvalidArgument);
         }
-        inner.bus.cpuid = entries.to_vec();
+        inner.bus.cpuid.clone_from(entries);
         inner.bus.hv.set_cpuid(entries);
         inner.cpu.features = cpuid::features(entries);
         let mut lapic = self.shared.lapic();
@@ -516,6 +522,7 @@ impl Vcpu {
     pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
         let inner = &mut *self.lock();
         inner.bus.tsc = clock::rescale(inner.bus.tsc, khz)?;
+        cpuid::show_xen_clock(&mut inner.bus.cpuid, &inner.bus.tsc);
         inner.bus.update_clock();
         Ok(())
     }

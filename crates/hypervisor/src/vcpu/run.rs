@@ -29,8 +29,10 @@ impl Inner {
         self.bus.note_pause();
         self.bus.note_entry(&mut self.cpu);
         self.bus.advance_steal_version();
+        self.bus.note_running();
         self.bus.start_cycles(&mut self.cpu);
         let result = self.run_here(input);
+        self.bus.stop_polling();
         self.bus.stop_cycles();
         self.bus.sync_lapic();
         self.bus.unshare_tpr();
@@ -115,6 +117,7 @@ impl Inner {
             && input.immediate_exit.load(Ordering::Relaxed) == 0
             && (self.bus.has_lapic() || self.bus.cr8 == input.cr8 & 0xf)
             && !self.bus.must_return(&self.cpu)
+            && self.bus.upcall().is_none()
             && !self.bus.has_device_events();
         if is_quick {
             self.quick_entries += 1;
@@ -268,7 +271,8 @@ impl Inner {
             if wants_window && self.accepts_injection() {
                 return self.exit_with(Exit::IrqWindowOpen);
             }
-            if self.mp_state == KVM_MP_STATE_HALTED || self.sleeps_in_guest {
+            let is_halted = self.mp_state == KVM_MP_STATE_HALTED || self.sleeps_in_guest;
+            if is_halted || self.bus.is_polling() {
                 // A sleeping processor's counters of cycles stand still.
                 self.bus.stop_cycles();
                 let slept = self.sleep(input);
@@ -372,6 +376,7 @@ impl Inner {
         // `request::MEMORY` only wakes: the run loop looks at the epoch each time.
         if requests & request::EVENT != 0 {
             self.bus.is_quiet = false;
+            self.bus.tell_untold_events();
         }
         if requests & request::FLUSH != 0 {
             self.bus.serve_flushes(&mut self.cpu);

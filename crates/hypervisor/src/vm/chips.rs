@@ -8,9 +8,9 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use irqchip::{Accepted, Irqchip, Lapic, LapicConfig, LapicSet, Pit};
+use irqchip::{Accepted, Irqchip, Lapic, LapicConfig, LapicSet, LineStatus, Pit};
 
-use super::{VmState, options::Options};
+use super::{VmState, options::Options, xen::events::Event};
 use crate::shared::{VcpuShared, request};
 
 /// A time that never comes: no PIT event is due.
@@ -33,6 +33,7 @@ pub(crate) struct Chips {
 /// The LAPICs of a VM, for [`irqchip::deliver`].
 #[derive(Debug)]
 pub(crate) struct Lapics<'a> {
+    pub(crate) vm: &'a VmState,
     pub(crate) vcpus: &'a [Arc<VcpuShared>],
     /// [`VmState::has_renumbered`].
     pub(crate) has_own_ids: bool,
@@ -50,6 +51,10 @@ impl LapicSet for Lapics<'_> {
     }
     fn has_own_ids(&self) -> bool {
         self.has_own_ids
+    }
+    fn send_event(&mut self, vcpu: u32, port: u32) -> LineStatus {
+        let sent = self.vm.send_event(self.vcpus, Event { vcpu, port });
+        sent.unwrap_or(LineStatus::IGNORED)
     }
     fn with<R>(&mut self, index: usize, f: impl FnOnce(&mut Lapic) -> R) -> R {
         f(&mut self.vcpus[index].lapic())
@@ -192,8 +197,9 @@ impl VmState {
         Some(result)
     }
     /// Returns the LAPICs as destinations of messages.
-    pub(crate) fn lapics<'a>(&self, vcpus: &'a [Arc<VcpuShared>]) -> Lapics<'a> {
+    pub(crate) fn lapics<'a>(&'a self, vcpus: &'a [Arc<VcpuShared>]) -> Lapics<'a> {
         Lapics {
+            vm: self,
             vcpus,
             has_own_ids: !self.has_renumbered.load(Ordering::Acquire),
         }

@@ -171,7 +171,6 @@ impl Vm {
     /// KVM_HYPERV_EVENTFD. EINVAL for unknown flags and impossible connections, EBADF or EINVAL for what is no eventfd,
     /// EEXIST for a connection that has one, ENOENT for removing one that is not there. Once removed, the eventfd is
     /// not signalled any more.
-    /// removed it is not signalled any more.
     pub fn hyperv_eventfd(&self, args: &kvm_hyperv_eventfd) -> Result<()> {
         let connection = args.conn_id;
         let is_known = args.flags & !KVM_HYPERV_EVENTFD_DEASSIGN == 0;

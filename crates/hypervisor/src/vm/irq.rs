@@ -186,6 +186,7 @@ fn entry(route: &Route) -> Option<Entry> {
             data,
         }),
         RouteTarget::HvSint { vp, sint } => irqchip::Route::HvSint { vp, sint },
+        RouteTarget::XenEvent { vcpu, port } => irqchip::Route::XenEvent { vcpu, port },
     };
     Some(Entry {
         gsi: route.gsi,

@@ -13,12 +13,14 @@ mod irq;
 mod irqfd;
 pub(crate) mod load;
 pub(crate) mod options;
+mod pvclock;
 mod work;
 pub(crate) mod xen;
 
 pub use doorbell::Doorbell;
 pub use irqfd::{IrqTrigger, direct as irqfd_direct};
 pub use options::{EventFilter, MsrRange};
+pub use xen::{XEN_PRIORITY, XenAttr, XenPort};
 
 use std::sync::{
     Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, Weak,
@@ -95,6 +97,13 @@ pub enum RouteTarget {
         vp: u32,
         /// Its synthetic source.
         sint: u32,
+    },
+    /// KVM_IRQ_ROUTING_XEN_EVTCHN.
+    XenEvent {
+        /// Id of the vCPU.
+        vcpu: u32,
+        /// Port.
+        port: u32,
     },
 }
 

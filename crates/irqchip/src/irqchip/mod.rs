@@ -53,8 +53,9 @@ impl Irqchip {
                 // A message has no falling edge.
                 Route::Msi(_) if !level => LineStatus::IGNORED,
                 Route::Msi(msi) => deliver(lapics, &msi.decode(self.x2apic_format), None),
-                Route::HvSint { .. } if !level => LineStatus::IGNORED,
+                Route::HvSint { .. } | Route::XenEvent { .. } if !level => LineStatus::IGNORED,
                 Route::HvSint { vp, sint } => raise_sint(lapics, vp, sint),
+                Route::XenEvent { vcpu, port } => lapics.send_event(vcpu, port),
             });
         }
         status
@@ -152,7 +153,7 @@ impl Irqchip {
             match entry.route {
                 Route::Pic(pin) => masked[0] = self.pic.is_masked(pin),
                 Route::Ioapic(pin) => masked[1] = self.ioapic.is_masked(pin),
-                Route::Msi(_) | Route::HvSint { .. } => {}
+                Route::Msi(_) | Route::HvSint { .. } | Route::XenEvent { .. } => {}
             }
         }
         masked

@@ -13,7 +13,10 @@ impl Irqchip {
             .take_while(move |entry| entry.gsi < nr_pins)
             .filter_map(|entry| match entry.route {
                 Route::Msi(msi) => Some(msi.decode(self.x2apic_format)),
-                Route::Pic(_) | Route::Ioapic(_) | Route::HvSint { .. } => None,
+                Route::Pic(_)
+                | Route::Ioapic(_)
+                | Route::HvSint { .. }
+                | Route::XenEvent { .. } => None,
             })
             .filter(|irq| irq.level_triggered)
     }

@@ -128,7 +128,7 @@ fn refusals_are_counted() {
     let fd = system_fd();
     let vm = call_on(&fd, KVM_CREATE_VM, 0).unwrap();
     let before = refused_count();
-    let refused = ioctl(vm, KVM_XEN_HVM_SET_ATTR, 0).map_err(Errno::get);
+    let refused = ioctl(vm, KVM_MEMORY_ENCRYPT_OP, 0).map_err(Errno::get);
     assert_eq!(refused, Err(libc::ENOTTY));
     assert!(refused_count() > before);
     crate::objects::close(vm).unwrap();

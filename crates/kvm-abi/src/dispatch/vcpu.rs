@@ -13,8 +13,7 @@ use crate::signals;
 use crate::system::MAX_IO_MSRS;
 use crate::user_memory::Arg;
 use crate::vcpu::Vcpu;
-
-const NO_XEN: &str = "KVM_CAP_XEN_HVM has no shared pages and no events";
+use crate::xen;
 
 pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_RUN", KVM_RUN, run),
@@ -193,17 +192,25 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
             })
         },
     ),
-    Row::refused(
+    Row::done(
         "KVM_XEN_VCPU_GET_ATTR",
         KVM_XEN_VCPU_GET_ATTR,
-        libc::EINVAL,
-        NO_XEN,
+        |vcpu, arg| {
+            let mut attr: kvm_xen_vcpu_attr = arg.read()?;
+            let value = vcpu.hypervisor().xen_attr(attr.type_.into())?;
+            xen::store_vcpu_attr(value, &mut attr);
+            arg.write(&attr)
+        },
     ),
-    Row::refused(
+    Row::done(
         "KVM_XEN_VCPU_SET_ATTR",
         KVM_XEN_VCPU_SET_ATTR,
-        libc::EINVAL,
-        NO_XEN,
+        |vcpu, arg| {
+            done(
+                vcpu.hypervisor()
+                    .set_xen_attr(&xen::vcpu_attr(&arg.read()?)?),
+            )
+        },
     ),
 ];
 

@@ -13,9 +13,9 @@ use crate::objects;
 use crate::run_page::PAGE_SIZE;
 use crate::user_memory::Arg;
 use crate::vm::Vm;
+use crate::xen;
 
 const NO_SEV: &str = "encrypted and private memory need hardware";
-const NO_XEN: &str = "KVM_CAP_XEN_HVM has no shared pages and no events";
 
 pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_CHECK_EXTENSION", KVM_CHECK_EXTENSION, |vm, arg| {
@@ -210,23 +210,19 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
         done(vm.hypervisor().hyperv_eventfd(&arg.read()?))
     }),
     Row::done("KVM_XEN_HVM_CONFIG", KVM_XEN_HVM_CONFIG, set_xen_hvm_config),
-    Row::refused(
-        "KVM_XEN_HVM_GET_ATTR",
-        KVM_XEN_HVM_GET_ATTR,
-        libc::ENOTTY,
-        NO_XEN,
-    ),
-    Row::refused(
-        "KVM_XEN_HVM_SET_ATTR",
-        KVM_XEN_HVM_SET_ATTR,
-        libc::ENOTTY,
-        NO_XEN,
-    ),
-    Row::refused(
+    Row::done("KVM_XEN_HVM_GET_ATTR", KVM_XEN_HVM_GET_ATTR, |vm, arg| {
+        let mut attr: kvm_xen_hvm_attr = arg.read()?;
+        let value = vm.hypervisor().xen_attr(attr.type_.into())?;
+        xen::store_vm_attr(value, &mut attr);
+        arg.write(&attr)
+    }),
+    Row::done("KVM_XEN_HVM_SET_ATTR", KVM_XEN_HVM_SET_ATTR, |vm, arg| {
+        done(vm.hypervisor().set_xen_attr(&xen::vm_attr(&arg.read()?)?))
+    }),
+    Row::done(
         "KVM_XEN_HVM_EVTCHN_SEND",
         KVM_XEN_HVM_EVTCHN_SEND,
-        libc::ENOTTY,
-        NO_XEN,
+        |vm, arg| done(vm.hypervisor().send_xen_event(&arg.read()?)),
     ),
 ];
 

@@ -115,12 +115,14 @@ impl Bus {
     #[inline]
     pub(in crate::vcpu) fn next_timer_ns(&self) -> u64 {
         let due = self.timer_ns.min(self.hv.timers.due_ns);
+        let due = due.min(self.xen_due_ns());
         due.min(self.vm.chips().map_or(NEVER, |chips| chips.pit_next_ns()))
     }
     /// Fires the timers that are due. Returns the time on the monotonic clock.
     pub(in crate::vcpu) fn service_timers(&mut self) -> u64 {
         let ns = host::clock::monotonic_ns();
         self.looked = (ns, host::cpu::rdtsc());
+        self.service_xen_timer(ns);
         if !self.has_lapic() {
             return ns;
         }
@@ -166,6 +168,7 @@ impl Bus {
         self.lapic = None;
         self.is_quiet = false;
         self.show_tpr();
+        self.follow_lapic_for_xen();
     }
     /// Delivers what an LVT entry says. Without a LAPIC here there is none.
     #[cold]
@@ -368,9 +371,15 @@ impl Bus {
             self.shared.lapic().msr_write(index, value, now);
         result.map(|action| self.lapic_written(action)).is_ok()
     }
-    /// Returns the source of the interrupt that would be taken now: the PIC's through LINT0 comes before the LAPIC's.
+    /// Returns the source of the interrupt that would be taken now: an upcall of Xen's comes first, then the PIC's through
+    /// LINT0, then the LAPIC's.
     #[inline]
     pub(in crate::vcpu) fn pending_interrupt(&mut self) -> Option<Source> {
+        if let Some(vector) = self.upcall()
+            && self.has_lapic()
+        {
+            return Some(Source::Upcall(vector));
+        }
         if self.is_quiet {
             return None;
         }
@@ -402,6 +411,8 @@ impl Bus {
                 Some(vector)
             }
             Source::User(_) => self.user_extint.take(),
+            // The guest clears what announces it.
+            Source::Upcall(vector) => Some(vector),
             Source::Pic => {
                 let vm = std::sync::Arc::clone(&self.vm);
                 vm.with_chips(|chip, lapics| {
@@ -426,6 +437,8 @@ pub(in crate::vcpu) enum Source {
     Pic,
     /// The VMM's PIC, by KVM_INTERRUPT, with this vector.
     User(u8),
+    /// Events of Xen's, with this vector.
+    Upcall(u8),
 }
 
 impl Inner {

@@ -15,7 +15,7 @@ mod roots;
 pub(super) mod stats;
 mod steal;
 mod vapic;
-mod xen;
+pub(super) mod xen;
 
 use std::sync::{
     Arc,
@@ -86,6 +86,7 @@ pub(crate) struct Bus {
     pub(super) hv: hyperv::HyperV,
     /// KVM_SYSTEM_EVENT_* that the guest has asked for, which will be the next exit.
     pub(super) system_event: Option<u32>,
+    pub(super) xen: xen::XenVcpu,
     pub(super) mce: super::mce::Mce,
     pub(super) vapic: vapic::Vapic,
     pub(super) pmu: super::pmu::VirtualPmu,
@@ -123,6 +124,7 @@ impl Bus {
             run_delay: vm.service_thread.run_delay(),
             apic_base: 0xfee0_0000 | 1 << 11 | u64::from(shared.is_bsp) << 8,
             vm,
+            xen: xen::XenVcpu::new(shared.index),
             shared,
             random: host::random::Generator::new().ok(),
             replay: Replay::default(),

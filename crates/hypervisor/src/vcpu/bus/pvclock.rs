@@ -1,7 +1,5 @@
 //! kvmclock: the structures that the guest registers by MSR (KVM document "msr").
 
-use std::sync::atomic::{Ordering, fence};
-
 use super::Bus;
 use crate::vm::clock::pvclock_scale;
 
@@ -32,67 +30,47 @@ pub(in crate::vcpu) struct Paravirt {
 }
 
 impl Bus {
-    /// Rewrites the guest's `pvclock_vcpu_time_info`, which has 32 bytes.
+    /// Rewrites the guest's structures of time: KVM's own and Xen's.
     pub(in crate::vcpu) fn update_clock(&mut self) {
         self.update_hv_page();
-        if self.pv.system_time & ENABLE == 0 {
-            return;
+        let own = (self.pv.system_time & ENABLE != 0).then_some(self.pv.system_time & !ENABLE);
+        if let Some(gpa) = own {
+            let is_stopped = std::mem::take(&mut self.pv.guest_stopped);
+            self.write_time(gpa, TSC_STABLE, is_stopped);
         }
-        let gpa = self.pv.system_time & !ENABLE;
-        let (host_tsc, kvmclock_ns) = self.vm.clock.master();
-        let (mul, shift) = pvclock_scale(self.tsc.real_khz());
-        // If the registered address has no memory, the guest gets no clock, as in KVM.
-        let Some(before) = self.vm.memory.read_gpa(gpa, 4) else {
-            return;
-        };
-        let mut flags = TSC_STABLE;
-        // The flag stays set until the guest has seen it and cleared it.
-        let is_unseen = self.vm.memory.read_gpa(gpa.wrapping_add(29), 1);
-        if std::mem::take(&mut self.pv.guest_stopped)
-            || is_unseen.is_some_and(|f| f as u8 & GUEST_STOPPED != 0)
-        {
-            flags |= GUEST_STOPPED;
+        let is_stable = !self.vm.xen.has_unstable_clock();
+        for gpa in self.xen_times().into_iter().flatten() {
+            self.write_time(gpa, u8::from(is_stable) * TSC_STABLE, false);
         }
-        // The guest may have been migrated in the middle of a read. The version continues from the one that it saw:
-        // otherwise it could take half of the old and half of the new contents for one.
-        let odd = (before as u32).wrapping_add(1) | 1;
-        let mut info = [0u8; 32];
-        info[8..16].copy_from_slice(&self.tsc.guest(host_tsc).to_le_bytes());
-        info[16..24].copy_from_slice(&kvmclock_ns.to_le_bytes());
-        info[24..28].copy_from_slice(&mul.to_le_bytes());
-        info[28] = shift.to_le_bytes()[0];
-        info[29] = flags;
-        // The guest reads without a lock: odd version, contents, even version.
-        let memory = &self.vm.memory;
-        let _ = memory.write_gpa(gpa, 4, odd.into());
-        fence(Ordering::SeqCst);
-        let _ = memory.write_bytes(gpa.wrapping_add(8), &info[8..]);
-        fence(Ordering::SeqCst);
-        let _ = memory.write_gpa(gpa, 4, odd.wrapping_add(1).into());
     }
 
-    /// Writes the guest's `pvclock_wall_clock`: the wall time at which kvmclock was zero. Nothing is written to address
-    /// 0, because VMMs write 0 to the MSR at a reset.
+    /// Writes a `pvclock_vcpu_time_info`, which has 32 bytes. If the address has no memory, the guest gets no clock, as in
+    /// KVM.
+    fn write_time(&self, gpa: u64, flags: u8, is_stopped: bool) {
+        let memory = &self.vm.memory;
+        let (host_tsc, kvmclock_ns) = self.vm.clock.master();
+        let (mul, shift) = pvclock_scale(self.tsc.real_khz());
+        // The flag stays set until the guest has seen it and cleared it.
+        let unseen = memory.read_gpa(gpa.wrapping_add(29), 1).unwrap_or(0) as u8;
+        let is_stopped = is_stopped || unseen & GUEST_STOPPED != 0;
+        let stopped = u8::from(is_stopped) * GUEST_STOPPED;
+        // What follows the version and four bytes without a meaning.
+        let mut info = [0u8; 24];
+        info[..8].copy_from_slice(&self.tsc.guest(host_tsc).to_le_bytes());
+        info[8..16].copy_from_slice(&kvmclock_ns.to_le_bytes());
+        info[16..20].copy_from_slice(&mul.to_le_bytes());
+        info[20] = shift.to_le_bytes()[0];
+        info[21] = flags | stopped;
+        self.vm.with_version(gpa, || {
+            let _ = memory.write_bytes(gpa.wrapping_add(8), &info);
+        });
+    }
+
+    /// Writes the guest's `pvclock_wall_clock`. Nothing is written to address 0, because VMMs write 0 to the MSR at a reset.
     pub(in crate::vcpu) fn write_wall_clock(&mut self) {
         let gpa = self.pv.wall_clock & !3;
-        if gpa == 0 {
-            return;
+        if gpa != 0 {
+            self.vm.write_wall_clock(gpa, None);
         }
-        let (kvmclock_ns, _) = self.vm.clock.now();
-        let boot = host::clock::realtime_ns().saturating_sub(kvmclock_ns);
-        let mut info = [0u8; 8];
-        info[..4].copy_from_slice(&((boot / 1_000_000_000) as u32).to_le_bytes());
-        info[4..].copy_from_slice(&((boot % 1_000_000_000) as u32).to_le_bytes());
-        let memory = &self.vm.memory;
-        let Some(version) = memory.read_gpa(gpa, 4) else {
-            return;
-        };
-        // Odd while the contents change, whatever the version was before.
-        let odd = (version as u32).wrapping_add(1) | 1;
-        let _ = memory.write_gpa(gpa, 4, odd.into());
-        fence(Ordering::SeqCst);
-        let _ = memory.write_bytes(gpa.wrapping_add(4), &info);
-        fence(Ordering::SeqCst);
-        let _ = memory.write_gpa(gpa, 4, odd.wrapping_add(1).into());
     }
 }

@@ -57,6 +57,8 @@ const ASK_EVERY_US: u64 = 100_000;
 pub(in crate::vcpu) struct Steal {
     /// MSR_KVM_STEAL_TIME.
     msr: u64,
+    /// The guest is Xen's, which has a structure of its own.
+    is_xens: bool,
     stolen_ns: u64,
     /// Stolen time that the guest's structure does not yet contain.
     untold_ns: u64,
@@ -83,7 +85,12 @@ fn ticks(us: u64) -> u64 {
 }
 
 impl Steal {
+    /// True if the guest is told of stolen time.
     const fn is_on(&self) -> bool {
+        self.has_structure() || self.is_xens
+    }
+
+    const fn has_structure(&self) -> bool {
         self.msr & ENABLE != 0
     }
 
@@ -136,9 +143,10 @@ impl Bus {
             return false;
         }
         let steal = &mut self.pv.steal;
-        if !steal.is_on() {
+        if !steal.has_structure() {
             // Time stolen before the guest enabled the structure is not reported.
             *steal = Steal {
+                is_xens: steal.is_xens,
                 stolen_ns: steal.stolen_ns,
                 looked_ns: steal.looked_ns,
                 is_asked: steal.is_asked,
@@ -148,6 +156,10 @@ impl Bus {
         steal.msr = value;
         self.write_steal();
         true
+    }
+    /// Has stolen time counted for Xen's structure, or for KVM's alone.
+    pub(in crate::vcpu) fn count_steal_for_xen(&mut self, on: bool) {
+        self.pv.steal.is_xens = on;
     }
     /// Waits for the answer at the beginning of KVM_RUN, if the pause before it may contain stolen time.
     #[inline]
@@ -202,6 +214,7 @@ impl Bus {
         steal.due_tsc = tsc.wrapping_add(ticks(ASK_EVERY_US));
         if steal.untold_ns != 0 {
             self.write_steal();
+            self.note_running();
         }
     }
     /// Notes a reading of the clock while the vCPU runs.
@@ -246,7 +259,7 @@ impl Bus {
     }
     fn gpa(&self) -> Option<u64> {
         let steal = &self.pv.steal;
-        steal.is_on().then_some(steal.msr & !ENABLE)
+        steal.has_structure().then_some(steal.msr & !ENABLE)
     }
     /// Adds the unreported time to the guest's structure, whose contents a VMM may have restored.
     fn write_steal(&mut self) {
