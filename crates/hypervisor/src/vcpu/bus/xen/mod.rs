@@ -3,6 +3,7 @@
 //! Hypercalls have their number in RAX; arguments in RDI, RSI, RDX, R10, R8, R9, of 32-bit code in EBX, ECX, EDX, ESI, EDI,
 //! EBP (Xen's public headers, arch-x86). The VMM answers those that are not in [`Bus::xen_call`].
 
+mod attributes;
 mod events;
 mod runstate;
 
@@ -12,7 +13,7 @@ use x86_defs::{
     reg::{R8, R9, R10, RAX, RBP, RBX, RCX, RDI, RDX, RSI},
 };
 
-pub use self::runstate::{XenRunstate, XenVcpuAttr};
+pub use self::{attributes::XenVcpuAttr, runstate::XenRunstate};
 use super::Bus;
 use crate::{Exit, vcpu::replay::DeviceAccess, vm::xen::PAGE};
 
@@ -155,12 +156,15 @@ impl Bus {
                     return Some(0);
                 }
                 // The structure ends with flags, which are ignored, and of 64-bit guests with four bytes more.
-                let len = if longmode { 16 } else { 12 };
-                let mut timer = [0; 16];
-                if !self.read_guest(cpu, a2, &mut timer[..len]) {
+                let time = if longmode {
+                    self.read_words(cpu, a2)
+                        .map(|[low, high, _, _]| [low, high])
+                } else {
+                    self.read_words(cpu, a2).map(|[low, high, _]| [low, high])
+                };
+                let Some([low, high]) = time else {
                     return Some(EFAULT);
-                }
-                let [low, high, ..] = words(&timer);
+                };
                 self.start_xen_timer(u64::from(low) | u64::from(high) << 32, false);
                 Some(0)
             }
@@ -200,13 +204,4 @@ impl Bus {
         }
         n == 0 && self.vm.memory.write_bytes(gpa, &page)
     }
-}
-
-/// Returns the words that these bytes are.
-fn words(bytes: &[u8; 16]) -> [u32; 4] {
-    let word = |i: usize| {
-        let [a, b, c, d] = [0, 1, 2, 3].map(|n| bytes[4 * i + n]);
-        u32::from_le_bytes([a, b, c, d])
-    };
-    [0, 1, 2, 3].map(word)
 }
