@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
-use guest::{Ram, add_slot, set_msr};
+use guest::{Ram, add_slot, next_port, set_msr};
 use iced_x86::code_asm::*;
 use kvm_abi::numbers::KVM_SET_NR_MMU_PAGES;
 use kvm_bindings::*;
@@ -128,20 +128,12 @@ fn vcpu(m: &Machine, id: u64) -> VcpuFd {
     vcpu
 }
 
-/// Runs to the next OUT, and returns its port.
-fn port(vcpu: &mut VcpuFd) -> u16 {
-    match vcpu.run().unwrap() {
-        VcpuExit::IoOut(port, _) => port,
-        exit => panic!("{exit:?}"),
-    }
-}
-
 fn run(vcpu: &mut VcpuFd, rip: u64, set: impl FnOnce(&mut kvm_regs)) -> (u16, kvm_regs) {
     start(vcpu, rip);
     let mut regs = vcpu.get_regs().unwrap();
     set(&mut regs);
     vcpu.set_regs(&regs).unwrap();
-    let port = port(vcpu);
+    let port = next_port(vcpu);
     (port, vcpu.get_regs().unwrap())
 }
 

@@ -10,7 +10,7 @@ mod long_mode;
 use std::os::fd::AsRawFd;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
-use guest::{IRR, enable_lapic, ioctl, lapic_bit, set_msr};
+use guest::{IRR, enable_lapic, ioctl, lapic_bit, next_port, set_msr};
 use hyperv_guest::{CALL_PAGE, CODE, GUEST_OS_ID, HYPERCALL, RESULTS, call, msr, vcpu, write_msr};
 use iced_x86::code_asm::*;
 use kvm_abi::numbers::KVM_HYPERV_EVENTFD;
@@ -52,13 +52,6 @@ fn machine() -> (Machine, VcpuFd) {
     enable_lapic(&vcpu);
     enable(&vcpu, KVM_CAP_HYPERV_SYNIC2).unwrap();
     (m, vcpu)
-}
-
-fn port(vcpu: &mut VcpuFd) -> u16 {
-    match vcpu.run().unwrap() {
-        VcpuExit::IoOut(port, _) => port,
-        other => panic!("{other:?}"),
-    }
 }
 
 /// KVM_EXIT_HYPERV with its details.
@@ -165,7 +158,7 @@ fn the_vmm_hears_of_registers_and_messages() {
         hcall.result = result;
         vcpu.get_kvm_run().__bindgen_anon_1.hyperv.u.hcall = hcall;
     }
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
     let results: [u8; 56] = m.read(RESULTS);
     let (words, _) = results.as_chunks::<8>();
     let results: Vec<u64> = words.iter().map(|w| u64::from_le_bytes(*w)).collect();
@@ -204,7 +197,7 @@ fn a_gsi_is_a_source_and_its_end_is_told() {
         a.out(0x80, al)
     });
     assert!(resample.read().is_err());
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
     assert_eq!(resample.read().unwrap(), 1);
 }
 
@@ -243,10 +236,10 @@ fn a_timer_sends_a_message_when_there_is_room() {
         wait_for(a, SLOT2, u32::MAX)?;
         a.out(0x81, al)
     });
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
     assert!(!lapic_bit(&vcpu, IRR, VECTOR));
     let count = msr(&vcpu, STIMER0_COUNT).unwrap();
-    assert_eq!(port(&mut vcpu), 0x81);
+    assert_eq!(next_port(&mut vcpu), 0x81);
     assert!(lapic_bit(&vcpu, IRR, VECTOR));
     let message: [u8; 40] = m.read(SLOT2);
     let word = |at| u64::from_le_bytes(std::array::from_fn(|i| message[at + i]));
@@ -281,7 +274,7 @@ fn a_direct_timer_wakes_from_hlt() {
         a.hlt()?;
         a.out(0x80, al)
     });
-    assert_eq!(port(&mut vcpu), 0x81);
+    assert_eq!(next_port(&mut vcpu), 0x81);
 }
 
 #[test]
@@ -368,8 +361,8 @@ fn a_flush_reaches_the_other_processor() {
         a.set_label(&mut done)?;
         a.out(0x81, al)
     });
-    let other = std::thread::spawn(move || port(&mut second));
-    assert_eq!(port(&mut first), 0x80);
+    let other = std::thread::spawn(move || next_port(&mut second));
+    assert_eq!(next_port(&mut first), 0x80);
     assert_eq!(other.join().unwrap(), 0x81);
     assert_eq!(u64::from_le_bytes(m.read(RESULTS)), 2 << 32);
 }

@@ -9,8 +9,8 @@ mod long_mode;
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use anykvm_ioctls::{VcpuExit, VcpuFd};
-use guest::{IRR, enable_lapic, ioctl, lapic_bit, set_msr};
+use anykvm_ioctls::VcpuFd;
+use guest::{IRR, enable_lapic, ioctl, lapic_bit, next_port, set_msr};
 use iced_x86::{IcedError, code_asm::*};
 use kvm_abi::numbers::*;
 use kvm_bindings::*;
@@ -170,14 +170,6 @@ fn machine() -> (Machine, VcpuFd) {
     (m, vcpu)
 }
 
-/// The next port that the guest writes to.
-fn port(vcpu: &mut VcpuFd) -> u16 {
-    match vcpu.run().unwrap() {
-        VcpuExit::IoOut(port, _) => port,
-        other => panic!("{other:?}"),
-    }
-}
-
 fn channel(send_port: u32, kind: u32, port: u32, flags: u32) -> Channel {
     let mut channel = Channel {
         send_port,
@@ -204,7 +196,7 @@ fn an_upcall_tells_of_events() {
         [word(&m, PENDING + 8), word(&m, SELECTOR), word(&m, INFO)],
         [1 << 6, 2, 1]
     );
-    assert_eq!([port(&mut vcpu), port(&mut vcpu)], [0x80, 0x81]);
+    assert_eq!([next_port(&mut vcpu), next_port(&mut vcpu)], [0x80, 0x81]);
     assert_eq!([word(&m, SELECTOR), word(&m, INFO)], [0, 0]);
     // One that is pending still, and one that is masked, are not told. Neither is an upcall while the guest has none.
     send(&m, 0, 70).unwrap();
@@ -224,11 +216,11 @@ fn an_upcall_tells_of_events() {
     let event = EventFd::new(EFD_NONBLOCK).unwrap();
     m.vm.register_irqfd(&event, 40).unwrap();
     event.write(1).unwrap();
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
     assert_eq!(word(&m, PENDING + 504), 1 << 63);
     // The VMM may also tell by itself.
     m.write(INFO, &[1]);
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
     // By the vCPU's own LAPIC, and none by the common vector.
     set(&m, KVM_XEN_ATTR_TYPE_UPCALL_VECTOR, |u| u.vector = 0).unwrap();
     set_vcpu(&vcpu, KVM_XEN_VCPU_ATTR_TYPE_UPCALL_VECTOR, |u| {
@@ -237,7 +229,7 @@ fn an_upcall_tells_of_events() {
     .unwrap();
     send(&m, 0, 5).unwrap();
     assert!(lapic_bit(&vcpu, IRR, VECTOR));
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
 }
 
 #[test]
@@ -247,7 +239,7 @@ fn events_wait_for_the_structure_that_tells_them() {
     send(&m, 0, 70).unwrap();
     assert_eq!([word(&m, PENDING + 8), word(&m, SELECTOR)], [1 << 6, 0]);
     set_info(&vcpu, INFO).unwrap();
-    assert_eq!([port(&mut vcpu), port(&mut vcpu)], [0x80, 0x81]);
+    assert_eq!([next_port(&mut vcpu), next_port(&mut vcpu)], [0x80, 0x81]);
     // Of a 32-bit guest all is elsewhere, and there are fewer ports.
     set(&m, KVM_XEN_ATTR_TYPE_LONG_MODE, |u| u.long_mode = 0).unwrap();
     send(&m, 0, 33).unwrap();
@@ -324,7 +316,7 @@ fn hypercalls_that_the_vmm_does_not_see() {
     store(ARGUMENTS + 0x100, &[u64::MAX / 2, 0]);
     store(ARGUMENTS + 0x200, &[22 << 32 | 50, 50, 4096, 9]);
     let begin = Instant::now();
-    assert_eq!(port(&mut vcpu), 0x82);
+    assert_eq!(next_port(&mut vcpu), 0x82);
     let took = begin.elapsed();
     let [einval, efault] = [22u64, 14].map(u64::wrapping_neg);
     let results: Vec<u64> = (0..14).map(|n| word(&m, RESULTS + 8 * n)).collect();
@@ -368,7 +360,7 @@ fn a_wait_ends_with_an_event_or_an_interrupt() {
             std::thread::sleep(Duration::from_millis(20));
             send(&m, 0, 3).unwrap();
         });
-        assert_eq!(port(&mut vcpu), 0x83);
+        assert_eq!(next_port(&mut vcpu), 0x83);
     });
     assert_eq!(word(&m, SELECTOR), 0);
     std::thread::scope(|scope| {
@@ -376,7 +368,7 @@ fn a_wait_ends_with_an_event_or_an_interrupt() {
             std::thread::sleep(Duration::from_millis(20));
             send(&m, 0, 4).unwrap();
         });
-        assert_eq!([port(&mut vcpu), port(&mut vcpu)], [0x80, 0x84]);
+        assert_eq!([next_port(&mut vcpu), next_port(&mut vcpu)], [0x80, 0x84]);
     });
 }
 
@@ -387,15 +379,15 @@ fn a_timer_raises_its_event() {
     let later = now() + 20 * NS;
     set_timer(&vcpu, 13, later);
     assert_eq!(expires_ns(&vcpu), later);
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
     assert!(now() >= later);
     assert_eq!((word(&m, PENDING), expires_ns(&vcpu)), (1 << 13, 0));
-    assert_eq!(port(&mut vcpu), 0x81);
+    assert_eq!(next_port(&mut vcpu), 0x81);
     // A time that has passed, of a vCPU that does not run: whoever saves it finds the event.
     m.write(PENDING, &[0; 8]);
     set_timer(&vcpu, 13, 1);
     assert_eq!((expires_ns(&vcpu), word(&m, PENDING)), (0, 1 << 13));
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
 }
 
 #[test]
@@ -415,7 +407,7 @@ fn run_states_and_clocks() {
     })
     .unwrap();
     send(&m, 0, 1).unwrap();
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
     let set_times = |vcpu: &VcpuFd, kind, times| set_vcpu(vcpu, kind, |u| u.runstate = times);
     let current = KVM_XEN_VCPU_ATTR_TYPE_RUNSTATE_CURRENT;
     let state = |state| Times {
@@ -425,7 +417,7 @@ fn run_states_and_clocks() {
     assert_eq!(set_times(&vcpu, current, state(4)), Err(libc::EINVAL));
     set_times(&vcpu, current, state(2)).unwrap();
     std::thread::sleep(Duration::from_millis(2));
-    assert_eq!(port(&mut vcpu), 0x81);
+    assert_eq!(next_port(&mut vcpu), 0x81);
     // What the guest sees is in two pages, and its own sum.
     let seen = times(&vcpu);
     assert_eq!(seen.state, 0);
@@ -490,7 +482,7 @@ fn run_states_and_clocks() {
     };
     ioctl(&m.vm, KVM_XEN_HVM_CONFIG, &mut config).unwrap();
     send(&m, 0, 2).unwrap();
-    assert_eq!(port(&mut vcpu), 0x80);
+    assert_eq!(next_port(&mut vcpu), 0x80);
     assert_eq!(m.read::<1>(TIME + 29), [0]);
 }
 

@@ -34,6 +34,15 @@ pub(crate) fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
     vcpu.set_msrs(&msrs).unwrap() == 1
 }
 
+/// Runs to the next OUT, and returns its port.
+#[track_caller]
+pub(crate) fn next_port(vcpu: &mut VcpuFd) -> u16 {
+    match vcpu.run().unwrap() {
+        VcpuExit::IoOut(port, _) => port,
+        exit => panic!("{exit:?}"),
+    }
+}
+
 /// Returns the page of a KVM_EXIT_MEMORY_FAULT, or none if the run has ended with something else.
 #[track_caller]
 pub(crate) fn faulting_page(exit: &VcpuExit<'_>) -> Option<u64> {
