@@ -24,6 +24,12 @@ use crate::{bell::IoTable, sink::Sink};
 
 /// An address that is none.
 pub(crate) const NOWHERE: u64 = u64::MAX;
+
+/// Returns the address, unless it is none.
+pub(crate) fn somewhere(gpa: u64) -> Option<u64> {
+    (gpa != NOWHERE).then_some(gpa)
+}
+
 /// Longest sleep at once.
 const PARK_LIMIT: Duration = Duration::from_secs(3600);
 
@@ -97,10 +103,10 @@ impl XenReceiver {
     /// Returns the address of its `struct vcpu_info`.
     #[inline]
     pub(crate) fn info(&self) -> Option<u64> {
-        Some(self.info.load(Ordering::Acquire)).filter(|gpa| *gpa != NOWHERE)
+        somewhere(self.info.load(Ordering::Acquire))
     }
-    pub(crate) fn set_info(&self, gpa: u64) {
-        self.info.store(gpa, Ordering::Release);
+    pub(crate) fn set_info(&self, gpa: Option<u64>) {
+        self.info.store(gpa.unwrap_or(NOWHERE), Ordering::Release);
     }
 }
 
@@ -137,6 +143,11 @@ pub(crate) struct VcpuShared {
 }
 
 impl VcpuShared {
+    /// Returns the vCPU with this id. Ids are mostly dense, so the id is tried as the index first.
+    pub(crate) fn with_id(vcpus: &[Arc<Self>], id: u32) -> Option<&Arc<Self>> {
+        let guess = vcpus.get(id as usize).filter(|v| v.id == id);
+        guess.or_else(|| vcpus.iter().find(|v| v.id == id))
+    }
     pub(crate) fn new(
         id: u32,
         is_bsp: bool,

@@ -52,9 +52,8 @@ pub(crate) fn store_vm_attr(value: XenAttr, attr: &mut kvm_xen_hvm_attr) {
 pub(crate) fn vcpu_attr(attr: &kvm_xen_vcpu_attr) -> Result<XenVcpuAttr> {
     let u = &attr.u;
     // SAFETY: all members of the union are integers: any bytes are a value of each.
-    let (gpa, runstate, timer) = unsafe { (u.gpa, u.runstate, u.timer) };
-    // SAFETY: as above.
-    let (vcpu_id, vector) = unsafe { (u.vcpu_id, u.vector) };
+    let (gpa, runstate, vcpu_id, timer, vector) =
+        unsafe { (u.gpa, u.runstate, u.vcpu_id, u.timer, u.vector) };
     let times = XenRunstate {
         state: runstate.state,
         entry_ns: runstate.state_entry_time,

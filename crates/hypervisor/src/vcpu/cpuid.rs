@@ -118,26 +118,22 @@ pub(super) fn kvm_features(entries: &[kvm_cpuid_entry2]) -> u32 {
 
 /// Returns anykvm's own features that the table promises: leaf 1 behind anykvm's signature, wherever that is.
 pub(super) fn own_features(entries: &[kvm_cpuid_entry2]) -> u32 {
-    let [b, c, d] = words(&crate::system::own_cpuid::SIGNATURE);
-    let is_own = |e: &&kvm_cpuid_entry2| {
-        e.function & 0xffff_00ff == 0x4000_0000 && [e.ebx, e.ecx, e.edx] == [b, c, d]
-    };
-    let leaf = entries.iter().find(is_own).map(|base| base.function | 1);
-    leaf.and_then(|leaf| find(entries, leaf, 0))
+    base(entries, &crate::system::own_cpuid::SIGNATURE)
+        .and_then(|base| find(entries, base.function | 1, 0))
         .map_or(0, |e| e.eax)
 }
 
-fn words(signature: &[u8; 12]) -> [u32; 3] {
-    let (words, _) = signature.as_chunks::<4>();
-    core::array::from_fn(|n| words.get(n).map_or(0, |w| u32::from_le_bytes(*w)))
+fn kvm_features_leaf(entries: &[kvm_cpuid_entry2]) -> Option<u32> {
+    base(entries, b"KVMKVMKVM\0\0\0").map(|base| base.function | 1)
 }
 
-fn kvm_features_leaf(entries: &[kvm_cpuid_entry2]) -> Option<u32> {
-    let is_kvm = |e: &&kvm_cpuid_entry2| {
-        e.function & 0xffff_00ff == 0x4000_0000
-            && [e.ebx, e.ecx, e.edx] == [0x4b4d_564b, 0x564b_4d56, 0x4d]
-    };
-    entries.iter().find(is_kvm).map(|base| base.function | 1)
+/// Returns the first leaf of the hypervisor's interface with this signature, which may be behind other interfaces.
+fn base<'a>(entries: &'a [kvm_cpuid_entry2], signature: &[u8; 12]) -> Option<&'a kvm_cpuid_entry2> {
+    let (words, _) = signature.as_chunks::<4>();
+    entries.iter().find(|e| {
+        let registers = [e.ebx, e.ecx, e.edx].map(u32::to_le_bytes);
+        e.function & 0xffff_00ff == 0x4000_0000 && registers == words
+    })
 }
 
 fn find(entries: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> Option<&kvm_cpuid_entry2> {
@@ -199,13 +195,7 @@ pub(super) fn shown(
 /// Fills in Xen's leaf of time, if there is one: kvmclock's factor and shift, and the TSC's frequency in kHz (Xen's public
 /// headers, arch-x86/cpuid.h, leaf 3).
 pub(super) fn show_xen_clock(entries: &mut [kvm_cpuid_entry2], tsc: &TscParams) {
-    const SIGNATURE: [u32; 3] = [0x566e_6558, 0x6558_4d4d, 0x4d4d_566e];
-    let base = entries.iter().find(|e| {
-        // The interface may be behind another one.
-        (0x4000_0000..0x4001_0000).contains(&e.function)
-            && e.function & 0xff == 0
-            && [e.ebx, e.ecx, e.edx] == SIGNATURE
-    });
+    let base = base(entries, b"XenVMMXenVMM");
     let Some(base) = base.filter(|e| e.eax >= e.function + 3) else {
         return;
     };

@@ -35,8 +35,6 @@ pub(crate) struct Chips {
 pub(crate) struct Lapics<'a> {
     pub(crate) vm: &'a VmState,
     pub(crate) vcpus: &'a [Arc<VcpuShared>],
-    /// [`VmState::has_renumbered`].
-    pub(crate) has_own_ids: bool,
 }
 
 impl LapicSet for Lapics<'_> {
@@ -50,7 +48,7 @@ impl LapicSet for Lapics<'_> {
         guess.or_else(|| self.vcpus.iter().position(is_it))
     }
     fn has_own_ids(&self) -> bool {
-        self.has_own_ids
+        !self.vm.has_renumbered.load(Ordering::Acquire)
     }
     fn send_event(&mut self, vcpu: u32, port: u32) -> LineStatus {
         let sent = self.vm.send_event(self.vcpus, Event { vcpu, port });
@@ -198,11 +196,7 @@ impl VmState {
     }
     /// Returns the LAPICs as destinations of messages.
     pub(crate) fn lapics<'a>(&'a self, vcpus: &'a [Arc<VcpuShared>]) -> Lapics<'a> {
-        Lapics {
-            vm: self,
-            vcpus,
-            has_own_ids: !self.has_renumbered.load(Ordering::Acquire),
-        }
+        Lapics { vm: self, vcpus }
     }
     /// Notes that a LAPIC may have another id than its vCPU.
     pub(crate) fn note_renumbered(&self) {

@@ -5,8 +5,8 @@ use irqchip::{DeliveryMode, LapicIrq};
 use x86_cpu::{CpuState, Exception, Fault};
 use x86_defs::reg::{RAX, RBX, RCX, RDX, RSI};
 
-use super::Bus;
-use crate::{Exit, vcpu::replay::DeviceAccess};
+use super::{Bus, EFAULT, EINVAL};
+use crate::{Exit, shared::VcpuShared, vcpu::replay::DeviceAccess};
 
 /// KVM_HC_VAPIC_POLL_IRQ.
 const VAPIC_POLL_IRQ: u64 = 1;
@@ -22,8 +22,6 @@ const SCHED_YIELD: u64 = 11;
 const DOORBELL: u64 = 0x616b_0001;
 /// Says that the guest has freed a page directory, see docs/paravirt.md.
 const ROOT_FREED: u64 = 0x616b_0002;
-/// -KVM_EINVAL.
-const EINVAL: u64 = 22u64.wrapping_neg();
 /// KVM_HC_CLOCK_PAIRING.
 const CLOCK_PAIRING: u64 = 9;
 /// -KVM_ENOENT.
@@ -32,8 +30,6 @@ const ENOENT: u64 = 2u64.wrapping_neg();
 const ENOSYS: u64 = 1000u64.wrapping_neg();
 /// -KVM_EPERM.
 const EPERM: u64 = 1u64.wrapping_neg();
-/// -KVM_EFAULT.
-const EFAULT: u64 = 14u64.wrapping_neg();
 /// -KVM_EOPNOTSUPP.
 const EOPNOTSUPP: u64 = 95u64.wrapping_neg();
 
@@ -168,11 +164,9 @@ fn send_ipi(bus: &mut Bus, bitmap: [u64; 2], first: u64, icr: u64, wide: bool) -
 fn send(bus: &mut Bus, id: u64, what: u32) -> bool {
     let irq = LapicIrq::edge(id as u32, DeliveryMode::from_bits(what), (what >> 8) as u8);
     let vcpus = bus.vm.vcpus();
-    // APIC ids are vCPU ids and mostly dense, so the id is tried as the index first.
-    let target = vcpus
-        .get(id as usize)
-        .filter(|v| u64::from(v.id) == id)
-        .or_else(|| vcpus.iter().find(|v| u64::from(v.id) == id));
+    // APIC ids are vCPU ids.
+    let target = u32::try_from(id).ok();
+    let target = target.and_then(|id| VcpuShared::with_id(&vcpus, id));
     let Some(target) = target.filter(|_| bus.vm.chips().is_some()) else {
         return false;
     };

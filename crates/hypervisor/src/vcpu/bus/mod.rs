@@ -47,6 +47,10 @@ use crate::{
     vm::{VmState, clock::TscParams, options::KnownMsrFilter},
 };
 
+/// A hypercall's result: -EINVAL.
+const EINVAL: u64 = 22u64.wrapping_neg();
+/// A hypercall's result: -EFAULT.
+const EFAULT: u64 = 14u64.wrapping_neg();
 /// Blocks between two reads of the clock and of immediate_exit.
 const POLL_BLOCKS: u32 = 128;
 

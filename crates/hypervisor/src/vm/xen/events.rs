@@ -10,7 +10,7 @@ use kvm_bindings::{
     kvm_irq_routing_xen_evtchn,
 };
 
-use super::{XEN_PRIORITY, XenPort};
+use super::{PENDING, XEN_PRIORITY, XenPort};
 use crate::{
     Error, Result,
     bell::Bell,
@@ -67,23 +67,18 @@ impl VmState {
     pub(crate) fn is_event_pending(&self, port: u32) -> bool {
         self.xen
             .shared_info()
-            .is_none_or(|page| self.has_bit(page.wrapping_add(self.xen.layout().pending()), port))
+            .is_none_or(|page| self.has_bit(page.wrapping_add(PENDING), port))
     }
 
     /// Raises an event: ignored if its port is masked, coalesced if it is pending already. EINVAL for a vCPU or a port that
     /// does not exist, or if there is no page that the guest shares.
     pub(crate) fn send_event(&self, vcpus: &[Arc<VcpuShared>], event: Event) -> Result<LineStatus> {
         let Event { vcpu, port } = event;
-        // Ids mostly follow the order of creation.
-        let vcpu = vcpus
-            .get(vcpu as usize)
-            .filter(|v| v.id == vcpu)
-            .or_else(|| vcpus.iter().find(|v| v.id == vcpu))
-            .ok_or(Error::InvalidArgument)?;
+        let vcpu = VcpuShared::with_id(vcpus, vcpu).ok_or(Error::InvalidArgument)?;
         let layout = self.xen.layout();
         let page = self.xen.shared_info().filter(|_| port < layout.ports());
         let page = page.ok_or(Error::InvalidArgument)?;
-        let was_pending = self.set_bit(page.wrapping_add(layout.pending()), port);
+        let was_pending = self.set_bit(page.wrapping_add(PENDING), port);
         if was_pending.ok_or(Error::InvalidArgument)? {
             return Ok(LineStatus::COALESCED);
         }

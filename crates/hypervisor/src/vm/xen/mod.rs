@@ -15,7 +15,7 @@ use super::{Vm, VmState};
 use crate::{
     Error, Result,
     limits::XEN_CONFIG,
-    shared::{NOWHERE, request},
+    shared::{NOWHERE, request, somewhere},
 };
 
 /// Size in bytes of a page of calls.
@@ -116,9 +116,6 @@ impl Layout {
     pub(crate) const fn ports_of_word(self) -> u32 {
         if self.is_long { 64 } else { 32 }
     }
-    const fn pending(self) -> u64 {
-        PENDING
-    }
     const fn mask(self) -> u64 {
         PENDING + self.ports() as u64 / 8
     }
@@ -186,7 +183,7 @@ impl Xen {
         }
     }
     fn shared_info(&self) -> Option<u64> {
-        Some(self.shared_info.load(Ordering::Acquire)).filter(|gpa| *gpa != NOWHERE)
+        somewhere(self.shared_info.load(Ordering::Acquire))
     }
     /// Returns the VMM's page `n`, for 64-bit guests if `is_long`.
     pub(crate) fn page(&self, is_long: bool, n: usize) -> Option<Vec<u8>> {

@@ -8,7 +8,7 @@ use super::{XenRunstate, runstate::possible};
 use crate::{
     Error, Result,
     limits::MAX_VCPUS,
-    shared::{NOWHERE, request},
+    shared::{NOWHERE, request, somewhere},
     vcpu::{Vcpu, bus::Bus},
     vm::XEN_PRIORITY,
 };
@@ -51,11 +51,11 @@ pub enum XenVcpuAttr {
 
 impl Bus {
     /// Returns the address if it is memory, and none if it is all ones. EFAULT otherwise.
-    pub(super) fn xen_address(&self, gpa: u64, len: usize) -> Result<u64> {
-        if gpa == NOWHERE || self.vm.is_writable(gpa, len) {
-            Ok(gpa)
-        } else {
-            Err(Error::Fault)
+    pub(super) fn xen_address(&self, gpa: u64, len: usize) -> Result<Option<u64>> {
+        let gpa = somewhere(gpa);
+        match gpa {
+            Some(gpa) if !self.vm.is_writable(gpa, len) => Err(Error::Fault),
+            _ => Ok(gpa),
         }
     }
 
@@ -101,7 +101,9 @@ impl Bus {
             KVM_XEN_VCPU_ATTR_TYPE_VCPU_INFO => {
                 XenVcpuAttr::VcpuInfo(self.shared.xen.info().unwrap_or(NOWHERE))
             }
-            KVM_XEN_VCPU_ATTR_TYPE_VCPU_TIME_INFO => XenVcpuAttr::TimeInfo(self.xen.time_info),
+            KVM_XEN_VCPU_ATTR_TYPE_VCPU_TIME_INFO => {
+                XenVcpuAttr::TimeInfo(self.xen.time_info.unwrap_or(NOWHERE))
+            }
             KVM_XEN_VCPU_ATTR_TYPE_RUNSTATE_ADDR => {
                 XenVcpuAttr::RunstateAddr(self.runstate_address().ok_or(Error::NotFound)?)
             }

@@ -4,11 +4,9 @@ use std::sync::atomic::Ordering;
 
 use x86_cpu::CpuState;
 
-use super::{EFAULT, EINVAL};
 use crate::{
     Error, Result,
-    shared::NOWHERE,
-    vcpu::bus::{Bus, apic::NEVER},
+    vcpu::bus::{Bus, EFAULT, EINVAL, apic::NEVER},
     vm::xen::{
         FIRST_VECTOR,
         events::{Event, tell},
@@ -33,10 +31,11 @@ pub(super) struct Timer {
     due_ns: u64,
 }
 
-impl Default for Timer {
-    fn default() -> Self {
+impl Timer {
+    /// Returns a timer of this port that does not run.
+    pub(super) const fn stopped(port: u32) -> Self {
         Self {
-            port: 0,
+            port,
             expires_ns: 0,
             due_ns: NEVER,
         }
@@ -131,11 +130,7 @@ impl Bus {
     }
 
     pub(super) fn stop_xen_timer(&mut self) {
-        let port = self.xen.timer.port;
-        self.xen.timer = Timer {
-            port,
-            ..Timer::default()
-        };
+        self.xen.timer = Timer::stopped(self.xen.timer.port);
     }
 
     /// Raises the timer's event if it is due.
@@ -159,10 +154,7 @@ impl Bus {
 
     /// KVM_XEN_VCPU_ATTR_TYPE_TIMER: a port and a time on kvmclock, or zeros.
     pub(super) fn set_xen_timer(&mut self, port: u32, expires_ns: u64) {
-        self.xen.timer = Timer {
-            port,
-            ..Timer::default()
-        };
+        self.xen.timer = Timer::stopped(port);
         if port != 0 && expires_ns != 0 {
             self.start_xen_timer(expires_ns, false);
         }
@@ -241,10 +233,7 @@ impl Bus {
     pub(in crate::vcpu) fn xen_times(&self) -> [Option<u64>; 2] {
         /// Offset in `struct vcpu_info`.
         const TIME: u64 = 32;
-        let own = Some(self.xen.time_info).filter(|gpa| *gpa != NOWHERE);
-        [
-            self.shared.xen.info().map(|info| info.wrapping_add(TIME)),
-            own,
-        ]
+        let info = self.shared.xen.info();
+        [info.map(|info| info.wrapping_add(TIME)), self.xen.time_info]
     }
 }

@@ -14,7 +14,7 @@ use x86_defs::{
 };
 
 pub use self::{attributes::XenVcpuAttr, runstate::XenRunstate};
-use super::Bus;
+use super::{Bus, EFAULT, EINVAL};
 use crate::{Exit, vcpu::replay::DeviceAccess, vm::xen::PAGE};
 
 /// Size in bytes of a call in the page.
@@ -44,10 +44,6 @@ const SEND: u64 = 4;
 const SET_SINGLESHOT_TIMER: u64 = 8;
 /// VCPUOP_stop_singleshot_timer.
 const STOP_SINGLESHOT_TIMER: u64 = 9;
-/// -EFAULT.
-const EFAULT: u64 = 14u64.wrapping_neg();
-/// -EINVAL.
-const EINVAL: u64 = 22u64.wrapping_neg();
 
 /// What a vCPU of Xen's guest has, besides what other threads use of it ([`XenReceiver`]).
 ///
@@ -56,8 +52,8 @@ const EINVAL: u64 = 22u64.wrapping_neg();
 pub(in crate::vcpu) struct XenVcpu {
     /// Its number among Xen's vCPUs.
     id: u32,
-    /// Address of a second `struct pvclock_vcpu_time_info`, or [`NOWHERE`](crate::shared::NOWHERE).
-    time_info: u64,
+    /// Address of a second `struct pvclock_vcpu_time_info`.
+    time_info: Option<u64>,
     runstate: runstate::Runstate,
     timer: events::Timer,
     /// SCHEDOP_poll: what the vCPU waits for.
@@ -70,9 +66,9 @@ impl XenVcpu {
     pub(super) fn new(index: usize) -> Self {
         Self {
             id: index as u32,
-            time_info: crate::shared::NOWHERE,
+            time_info: None,
             runstate: runstate::Runstate::default(),
-            timer: events::Timer::default(),
+            timer: events::Timer::stopped(0),
             poll: None,
             had_lapic: false,
         }

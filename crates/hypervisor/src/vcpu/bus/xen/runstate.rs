@@ -1,6 +1,6 @@
 //! How long a vCPU ran, could have run, slept and was away (Xen's public headers, vcpu.h).
 
-use crate::{Error, Result, shared::NOWHERE, vcpu::bus::Bus};
+use crate::{Error, Result, vcpu::bus::Bus};
 
 /// RUNSTATE_running.
 const RUNNING: u32 = 0;
@@ -25,27 +25,15 @@ pub struct XenRunstate {
 }
 
 /// The times, and where the guest sees them.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Runstate {
-    /// Address of `struct vcpu_runstate_info`, or [`NOWHERE`].
-    gpa: u64,
+    /// Address of `struct vcpu_runstate_info`.
+    gpa: Option<u64>,
     state: u32,
     entry_ns: u64,
     times: [u64; 4],
     /// Stolen time that is in the times.
     stolen_ns: u64,
-}
-
-impl Default for Runstate {
-    fn default() -> Self {
-        Self {
-            gpa: NOWHERE,
-            state: RUNNING,
-            entry_ns: 0,
-            times: [0; 4],
-            stolen_ns: 0,
-        }
-    }
 }
 
 impl Runstate {
@@ -91,9 +79,7 @@ impl Bus {
     /// Writes the times to where the guest sees them. They may be anywhere in memory, in two pages, too.
     fn write_runstate(&self) {
         let state = &self.xen.runstate;
-        if state.gpa == NOWHERE {
-            return;
-        }
+        let Some(gpa) = state.gpa else { return };
         let times_at = self.vm.xen.layout().times();
         let mut bytes = [0; 48];
         bytes[..4].copy_from_slice(&state.state.to_le_bytes());
@@ -103,13 +89,13 @@ impl Bus {
         let memory = &self.vm.memory;
         // The last byte of the time when the state was entered: the guest reads without a lock.
         let last = times_at + 7;
-        let flag_at = state.gpa.wrapping_add(last as u64);
+        let flag_at = gpa.wrapping_add(last as u64);
         let flags = self.vm.xen.flags_updates();
         if flags {
             bytes[last] |= UPDATE;
             let _ = memory.write_gpa(flag_at, 1, bytes[last].into());
         }
-        let _ = memory.write_bytes(state.gpa, &bytes[..times_at + TIMES]);
+        let _ = memory.write_bytes(gpa, &bytes[..times_at + TIMES]);
         if flags {
             let _ = memory.write_gpa(flag_at, 1, (bytes[last] & !UPDATE).into());
         }
@@ -126,17 +112,17 @@ impl Bus {
     }
 
     /// Returns where the guest sees them.
-    pub(super) fn runstate_address(&self) -> Option<u64> {
-        Some(self.xen.runstate.gpa).filter(|gpa| *gpa != NOWHERE)
+    pub(super) const fn runstate_address(&self) -> Option<u64> {
+        self.xen.runstate.gpa
     }
 
     /// Shows them to the guest there. EFAULT, and nowhere, if that is no memory.
     pub(super) fn show_runstate(&mut self, gpa: u64) -> Result<()> {
         let len = self.vm.xen.layout().times() + TIMES;
         let address = self.xen_address(gpa, len);
-        let gpa = *address.as_ref().unwrap_or(&NOWHERE);
+        let gpa = address.unwrap_or(None);
         self.xen.runstate.gpa = gpa;
-        self.count_steal_for_xen(gpa != NOWHERE);
+        self.count_steal_for_xen(gpa.is_some());
         self.write_runstate();
         address.map(drop)
     }
