@@ -42,8 +42,8 @@ pub trait DirtyRingMemory: Send + Sync {
     fn set_flags(&self, index: u32, flags: u32);
     /// Returns the entry's slot and page.
     fn place(&self, index: u32) -> (u32, u64);
-    /// Sets the entry's slot and page.
-    fn set_place(&self, index: u32, slot: u32, page: u64);
+    /// Sets the entry's slot and page, and then its flags, as [`Self::set_flags`] does.
+    fn fill(&self, index: u32, place: (u32, u64), flags: u32);
 }
 
 /// The dirty ring of one vCPU.
@@ -130,8 +130,7 @@ impl DirtyRing {
             }
         }
         let index = at & (self.entries - 1);
-        self.memory.set_place(index, slot, page);
-        self.memory.set_flags(index, DIRTY);
+        self.memory.fill(index, (slot, page), DIRTY);
         true
     }
 
@@ -287,9 +286,8 @@ mod tests {
             let entry = self.0.lock().unwrap()[index as usize];
             (entry.1, entry.2)
         }
-        fn set_place(&self, index: u32, slot: u32, page: u64) {
-            let entry = &mut self.0.lock().unwrap()[index as usize];
-            (entry.1, entry.2) = (slot, page);
+        fn fill(&self, index: u32, (slot, page): (u32, u64), flags: u32) {
+            self.0.lock().unwrap()[index as usize] = (flags, slot, page);
         }
     }
 

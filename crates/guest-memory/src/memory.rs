@@ -22,7 +22,7 @@ pub enum Harvest {
     Lockless,
     /// Every vCPU drops all its write permissions.
     Everything,
-    /// Like `Lockless`, but harvests and faults take one lock.
+    /// Like `Lockless`, but there is one lock for harvests, faults, and vCPUs that give pages up.
     Locked,
 }
 
@@ -285,7 +285,7 @@ impl GuestMemory {
         self.is_harvest(Harvest::Locked)
     }
 
-    /// Locks out harvests for a vCPU's fault with [`Harvest::Locked`]; otherwise returns `None`.
+    /// Locks out harvests, and other vCPUs' changes of the reverse map, with [`Harvest::Locked`]; otherwise returns `None`.
     pub fn fault_lock(&self) -> Option<MutexGuard<'_, ()>> {
         self.is_harvest(Harvest::Locked).then(|| {
             self.fault_lock

@@ -77,9 +77,7 @@ fn write(page: &Page, dirty: &Dirty, writer: &Writer, order: Order) {
             page.content.store(number, Ordering::Relaxed);
         }
         if posted != seen {
-            writer.take_asked(|n, pages| {
-                writer.remove(n, pages);
-            });
+            writer.take_asked(|_, _| ());
             has_tag = false;
             seen = posted;
             page.mailbox.set_done(posted);
@@ -203,7 +201,7 @@ fn requests_that_come_at_once_are_all_answered() {
         let mut given = 0;
         let mut poll = || {
             let posted = mailbox.posted();
-            writer.take_asked(|n, pages| given |= writer.remove(n, pages));
+            writer.take_asked(|_, pages| given |= pages);
             mailbox.set_done(posted);
         };
         poll();
@@ -234,8 +232,9 @@ impl DirtyRingMemory for Cells {
     fn place(&self, index: u32) -> (u32, u64) {
         (0, self.0[index as usize].1.load(Ordering::Relaxed))
     }
-    fn set_place(&self, index: u32, _slot: u32, page: u64) {
+    fn fill(&self, index: u32, (_, page): (u32, u64), flags: u32) {
         self.0[index as usize].1.store(page, Ordering::Relaxed);
+        self.set_flags(index, flags);
     }
 }
 

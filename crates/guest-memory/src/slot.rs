@@ -47,6 +47,8 @@ pub struct SlotConfig {
 #[derive(Debug)]
 struct CodeState {
     chunks: LazyArray<AtomicU64>,
+    /// A bit per page: the page has had chunks. No bit is ever cleared.
+    pages: LazyArray<AtomicU64>,
     generation: LazyArray<AtomicU32>,
     exact: ExactCode,
     /// Start value of this slot's generations. Another slot at the same gpa has another one, so that its code is never
@@ -83,6 +85,7 @@ impl Slot {
             config,
             code: Arc::new(CodeState {
                 chunks: LazyArray::new(pages)?,
+                pages: LazyArray::new(pages.div_ceil(64))?,
                 generation: LazyArray::new(pages)?,
                 exact: ExactCode::default(),
                 // The multiplier is odd, so seeds are distinct; it is large, so they are far apart.
@@ -307,10 +310,19 @@ impl Slot {
     /// Returns the chunks of the page that were fetched as code, one bit each.
     #[inline]
     pub fn code_chunks(&self, index: usize) -> u64 {
-        self.code
-            .chunks
-            .get(index)
-            .map_or(0, |c| c.load(Ordering::SeqCst))
+        // Most pages never have code, and 64 of them share a word.
+        if self.pages_with_code(index / 64) >> (index % 64) & 1 == 0 {
+            return 0;
+        }
+        let chunks = self.code.chunks.get(index);
+        chunks.map_or(0, |c| c.load(Ordering::SeqCst))
+    }
+
+    /// Returns the bits of the pages of word `n` (64 pages) that may have code: all others have none.
+    #[inline]
+    pub fn pages_with_code(&self, n: usize) -> u64 {
+        let word = self.code.pages.get(n);
+        word.map_or(0, |word| word.load(Ordering::SeqCst))
     }
 
     /// Returns the bytes of the page that count as code: those that were fetched if the bytes are tracked one by one, and
@@ -337,6 +349,10 @@ impl Slot {
         let is_new = self.is_exact(index) && self.code.exact.track(index, offset, len);
         if chunks.load(Ordering::SeqCst) & mask == mask {
             return is_new;
+        }
+        if let Some(word) = self.code.pages.get(index / 64) {
+            // Before the chunks: who finds none of the page's sees the page's bit, or is asked for the page later.
+            word.fetch_or(1 << (index % 64), Ordering::SeqCst);
         }
         let old = chunks.fetch_or(mask, Ordering::SeqCst);
         if old == 0 {

@@ -330,6 +330,20 @@ fn who_may_write_is_asked_for_what_was_harvested_and_for_nothing_else() {
     assert_eq!(m.epoch(), epoch);
 }
 
+#[test]
+fn pages_that_have_had_code_are_known() {
+    let (m, _ram) = with_ram();
+    let table = m.table();
+    let slot = table.by_number(0).unwrap();
+    assert_eq!((slot.pages_with_code(0), slot.code_chunks(2)), (0, 0));
+    assert!(slot.track_code(2, 0x40, 8) && !slot.track_code(2, 0x48, 8));
+    assert_eq!((slot.pages_with_code(0), slot.code_chunks(2)), (1 << 2, 2));
+    // Code that was written over is none any more, but the page stays known.
+    slot.note_code_write(2, 0x44, 1);
+    assert_eq!((slot.pages_with_code(0), slot.code_chunks(2)), (1 << 2, 0));
+    assert_eq!(slot.pages_with_code(usize::MAX), 0);
+}
+
 /// A sparse slot of 64 GiB takes as many steps as it has pages in use.
 #[test]
 fn a_large_slot_begins_dirty_and_is_cleared_without_a_walk() {

@@ -139,10 +139,16 @@ impl Writer {
         barrier();
     }
 
-    /// Removes the pages that the vCPU is asked to give up, if there are any. Only the vCPU's own thread calls this.
-    pub fn take_asked(&self, f: impl FnMut(usize, u64)) {
+    /// Removes the pages that the vCPU is asked to give up, if there are any: it may not write them any more. Passes
+    /// those that it could write to `f`. Only the vCPU's own thread calls this.
+    pub fn take_asked(&self, mut f: impl FnMut(usize, u64)) {
         if self.is_asked.swap(false, Ordering::AcqRel) {
-            self.asked.take(f);
+            self.asked
+                .take(|n, pages| match self.may.remove_word(n, pages) {
+                    0 => {}
+                    removed => f(n, removed),
+                });
+            barrier();
         }
     }
 }
@@ -260,11 +266,15 @@ mod tests {
         own[1].take_asked(|n, word| asked.extend(each_page(n, word)));
         assert_eq!(asked, [5, 999]);
         own[1].take_asked(|_, _| panic!("nothing more"));
-        // The vCPU may write its pages until it removes them itself.
-        assert!(own[1].may_write(999));
-        assert_eq!(own[1].remove(15, u64::MAX), 1 << 39);
-        assert!(!own[1].may_write(999) && own[1].may_write(5));
+        assert!(!own[1].may_write(5) && !own[1].may_write(999));
         assert_eq!(writers.ask(&[(15, u64::MAX)], None), 0);
+        // What the vCPU has removed itself is not given up once more.
+        assert!(own[1].add(7) && own[1].add(8));
+        assert_eq!(writers.ask(&[(0, 3 << 7)], None), 2);
+        assert_eq!(own[1].remove(0, 1 << 7), 1 << 7);
+        let mut given_up = Vec::new();
+        own[1].take_asked(|n, word| given_up.extend(each_page(n, word)));
+        assert_eq!(given_up, [8]);
         let mut all = Vec::new();
         own[0].take_all(|n, word| all.push((n, word)));
         assert_eq!(all, [(0, 1 << 5)]);

@@ -75,9 +75,10 @@ impl DirtyRingMemory for DirtyRing {
         let slot = self.slot(index).load(Ordering::Relaxed);
         (slot, self.offset(index).load(Ordering::Relaxed))
     }
-    fn set_place(&self, index: u32, slot: u32, page: u64) {
+    fn fill(&self, index: u32, (slot, page): (u32, u64), flags: u32) {
         self.slot(index).store(slot, Ordering::Relaxed);
         self.offset(index).store(page, Ordering::Relaxed);
+        self.set_flags(index, flags);
     }
 }
 

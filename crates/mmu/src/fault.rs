@@ -86,10 +86,7 @@ impl Mmu {
             self.note_level(gva, walk.level, walk.global);
             let tables = self.tables_for(who);
             let l1 = &mut self.views[tables].l1;
-            l1.insert(Half::Read, gva, host, walk.global);
-            if write && !note {
-                l1.insert(Half::Write, gva, host, walk.global);
-            }
+            l1.insert(Half::of(write && !note), gva, host, walk.global);
             self.enter_in_reach(gva, &walk, at, host, write && !note);
         }
         if is_walked {
@@ -108,6 +105,7 @@ impl Mmu {
     ///
     /// # Errors
     /// [`Miss`].
+    #[inline(always)]
     pub(crate) fn mapped(
         &mut self,
         cpu: &mut CpuState,
@@ -125,6 +123,7 @@ impl Mmu {
     }
 
     /// Returns the page of RAM that a translation leads to.
+    #[inline(always)]
     fn mapped_by(&self, translated: Translated, access: Access) -> Result<Mapped, Miss> {
         let gpa = translated.walk.gpa;
         let device = Miss::Device { gpa };
@@ -206,10 +205,7 @@ impl Mmu {
         let (slot, index, host) = self.page_at(found.hva, write)?;
         self.stats.reach_hits += 1;
         let l1 = &mut self.views[tables].l1;
-        l1.insert(Half::Read, gva, host, found.global);
-        if may_write {
-            l1.insert(Half::Write, gva, host, found.global);
-        }
+        l1.insert(Half::of(may_write), gva, host, found.global);
         Some(Resolved {
             host,
             slot,

@@ -8,6 +8,7 @@ use crate::{
     Mmu,
     fetched::Fetched,
     l1::Half,
+    reach::LargeEntries,
     written::{Pages, SlotPage, Tags},
 };
 
@@ -35,6 +36,8 @@ impl Mmu {
         if posted != self.seen_posted {
             let start = host::cpu::rdtsc();
             self.stats.posts += posted.wrapping_sub(self.seen_posted);
+            let memory = Arc::clone(&self.memory);
+            let _lock = memory.fault_lock();
             self.give_up(|mmu, pages| mmu.written.take_asked(pages));
             self.seen_posted = posted;
             self.mailbox.set_done(posted);
@@ -119,17 +122,23 @@ impl Mmu {
         if count > MANY || is_anywhere() {
             self.drop_all_given_up(&pages);
         } else {
+            let mut last = None;
             for at in pages.iter().flat_map(|p| p.places()) {
                 if let Some(host) = self.host_of(at) {
-                    self.drop_tags(self.written.tags(at), host);
+                    self.drop_tags(self.written.tags(at), host, &mut last);
                 }
             }
         }
         // The pages that were written unnoticed may have code that another vCPU has fetched before.
         host::cpu::barrier();
-        for at in pages.iter().flat_map(|p| p.places()) {
-            let spared = self.mixed.take(at);
-            self.bump_unless_spared(at, spared.as_ref());
+        let table = Arc::clone(&self.table);
+        for some in &mut pages {
+            let slot = table.slots(some.space).get(some.slot);
+            some.bits &= slot.map_or(0, |slot| slot.pages_with_code(some.word));
+            for at in some.places() {
+                let spared = self.mixed.take(at);
+                self.bump_unless_spared(at, spared.as_ref());
+            }
         }
         pages.clear();
         self.given_up = pages;
@@ -169,18 +178,19 @@ impl Mmu {
         };
         let spared = self.mixed.take(at);
         if spared.is_none() {
-            self.drop_tags(tags, host);
+            self.drop_tags(tags, host, &mut None);
         }
         self.bump_unless_spared(at, spared.as_ref());
     }
 
-    fn drop_tags(&mut self, tags: Tags, host: HostPage) {
+    /// Drops the page's tags. `last` is as for [`Reach::forbid_writes`](crate::reach::Reach::forbid_writes).
+    fn drop_tags(&mut self, tags: Tags, host: HostPage, last: &mut Option<LargeEntries>) {
         self.writes_epoch += 1;
         match tags {
             Tags::At([one, other]) => {
-                self.reach.forbid_writes(one, host.hva());
+                self.reach.forbid_writes(one, host.hva(), last);
                 if other != one {
-                    self.reach.forbid_writes(other, host.hva());
+                    self.reach.forbid_writes(other, host.hva(), last);
                 }
                 for t in &mut self.views {
                     t.l1.flush_at(Half::Write, one, host);

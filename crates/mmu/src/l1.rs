@@ -120,6 +120,10 @@ pub enum Half {
 impl Half {
     /// All halves.
     pub const ALL: [Self; 2] = [Self::Read, Self::Write];
+    /// Returns the halves for a page that may be read, and maybe written.
+    pub const fn of(may_write: bool) -> &'static [Self] {
+        if may_write { &Self::ALL } else { &[Self::Read] }
+    }
     /// Returns the offset of the half's tags from the base.
     pub const fn tags(self) -> i32 {
         tagged::tags(self as usize)
@@ -352,7 +356,8 @@ impl L1 {
     }
 
     /// Enters a translation. The two halves of an entry have the same page, or one half has none.
-    pub fn insert(&mut self, half: Half, gva: u64, host: HostPage, global: bool) {
+    #[inline]
+    pub fn insert(&mut self, halves: &[Half], gva: u64, host: HostPage, global: bool) {
         let i = self.index(gva);
         let tag = gva & !0xfff;
         let is_same = self.pages.get(0, i).host == host;
@@ -360,11 +365,13 @@ impl L1 {
         if tags.contains(&tag) && !is_same {
             self.drop_site_entries_of(tag);
         }
-        let other = Half::ALL[1 - half as usize];
-        if tags[other as usize] != tag || !is_same {
-            self.empty(other, i);
+        for half in Half::ALL {
+            if halves.contains(&half) {
+                self.pages.set_tag(half as usize, i, tag);
+            } else if tags[half as usize] != tag || !is_same {
+                self.empty(half, i);
+            }
         }
-        self.pages.set_tag(half as usize, i, tag);
         self.pages.set_page(i, host);
         if self.pages.single().tag == tag {
             self.drop_stack();
@@ -589,7 +596,7 @@ mod tests {
                 .chain([gva ^ 1 << 40, gva ^ 1 << shift])
                 .collect();
             for (n, page) in pages.iter().enumerate() {
-                t.insert(Half::ALL[n % 2], *page, HostPage::nowhere(), n % 3 == 0);
+                t.insert(&[Half::ALL[n % 2]], *page, HostPage::nowhere(), n % 3 == 0);
             }
             let held: Vec<_> = pages
                 .iter()
@@ -613,12 +620,12 @@ mod tests {
             let mut t = L1::default();
             for round in 0..3 {
                 for (gva, global) in pages(n) {
-                    t.insert(half, gva, HostPage::nowhere(), global);
-                    t.insert(Half::Write, gva, HostPage::nowhere(), global);
+                    t.insert(&[half], gva, HostPage::nowhere(), global);
+                    t.insert(&[Half::Write], gva, HostPage::nowhere(), global);
                 }
                 // Private becomes global and back.
-                t.insert(half, 0x3000, HostPage::nowhere(), true);
-                t.insert(half, 0, HostPage::nowhere(), false);
+                t.insert(&[half], 0x3000, HostPage::nowhere(), true);
+                t.insert(&[half], 0, HostPage::nowhere(), false);
                 let held: Vec<bool> = pages(n).map(|(g, _)| t.find(half, g).is_some()).collect();
                 t.flush_non_global();
                 for ((gva, global), held) in pages(n).zip(held) {
@@ -660,20 +667,20 @@ mod tests {
             }),
             ("its page, which has no entry any more", |t| {
                 let other = 0x5000 + ((ENTRIES as u64) << 12);
-                t.insert(Half::Read, other, HostPage::nowhere(), false);
+                t.insert(&[Half::Read], other, HostPage::nowhere(), false);
                 assert_eq!(site_entries_with(t, 0x5000), 3);
                 t.flush_page(0x5123);
             }),
         ];
         for (what, drop) in dropping {
             let mut t = L1::default();
-            t.insert(Half::Read, 0x5000, HostPage::nowhere(), false);
+            t.insert(&[Half::Read], 0x5000, HostPage::nowhere(), false);
             for site_entry in [3, 200, SITE_ENTRIES - 1] {
                 fill_site_entry(&mut t, site_entry, 0x5000);
             }
             // Another page's stays, or goes: it may be used again only if the entry is there.
-            t.insert(Half::Read, 0x9000, HostPage::nowhere(), true);
-            t.insert(Half::Read, 0x5000, HostPage::nowhere(), false);
+            t.insert(&[Half::Read], 0x9000, HostPage::nowhere(), true);
+            t.insert(&[Half::Read], 0x5000, HostPage::nowhere(), false);
             assert_eq!(site_entries_with(&mut t, 0x5000), 3, "{what}");
             drop(&mut t);
             assert_eq!(site_entries_with(&mut t, 0x5000), 0, "{what}");

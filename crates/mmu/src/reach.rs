@@ -121,6 +121,17 @@ const GROUPS: usize = ENTRIES / PIECE_PAGES;
 const GROUP_LEN: usize = LARGE_ENTRIES / GROUPS;
 const _: () = assert!(GROUPS.is_power_of_two() && GROUPS * GROUP_LEN == LARGE_ENTRIES);
 
+/// The large entries of a group that may be of the 2 MiB of host memory from `first` on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LargeEntries {
+    group: usize,
+    first: u64,
+    /// A bit per entry of the group.
+    which: u32,
+}
+
+const _: () = assert!(GROUP_LEN <= u32::BITS as usize);
+
 /// Number of entries of the small table at first.
 const FIRST_ENTRIES: usize = ENTRIES;
 /// Maximum number of bytes that the small table reaches by default, in pages of 4 KiB.
@@ -336,9 +347,11 @@ impl Reach {
         let mut may_be_full = is_new;
         for (word, is_set) in words.into_iter().zip([true, leaf.writable]) {
             if is_set {
-                let bits = load(&self.large, word) | bit;
-                store(&self.large, word, bits);
-                may_be_full |= bits == u64::MAX;
+                let before = load(&self.large, word);
+                if before & bit == 0 {
+                    store(&self.large, word, before | bit);
+                    may_be_full |= before | bit == u64::MAX;
+                }
             }
         }
         if may_be_full {
@@ -382,7 +395,8 @@ impl Reach {
     }
 
     /// Makes the next write of the page at `hva` be noted. `index` is the index at which the first level has the page's tags.
-    pub(crate) fn forbid_writes(&self, index: usize, hva: u64) {
+    /// `last` is what the last call has found, if no page was entered since.
+    pub(crate) fn forbid_writes(&self, index: usize, hva: u64, last: &mut Option<LargeEntries>) {
         const ROUND: u64 = u64::MAX << ROUND_SHIFT;
         for n in (index % ENTRIES..self.entries).step_by(ENTRIES) {
             let data = load(&self.small, 2 * n + 1);
@@ -393,11 +407,22 @@ impl Reach {
         let gva = (index as u64) << 12;
         let first = hva.wrapping_sub(gva % (1 << PIECE_SHIFT));
         let group = index / PIECE_PAGES % GROUPS;
-        let hosts = self.hosts.get(group * GROUP_LEN..).unwrap_or_default();
-        for (n, _) in (0..GROUP_LEN)
-            .zip(hosts)
-            .filter(|(_, host)| **host == first)
-        {
+        let known = last.filter(|known| (known.group, known.first) == (group, first));
+        let found = known.unwrap_or_else(|| {
+            let hosts = self.hosts.get(group * GROUP_LEN..).unwrap_or_default();
+            let is_same = |(n, host): (usize, &u64)| u32::from(*host == first) << n;
+            let hosts = (0..GROUP_LEN).zip(hosts);
+            LargeEntries {
+                group,
+                first,
+                which: hosts.map(is_same).fold(0, |all, bit| all | bit),
+            }
+        });
+        *last = Some(found);
+        let mut which = found.which;
+        while which != 0 {
+            let n = which.trailing_zeros() as usize;
+            which &= which - 1;
             let place = 2 * (n * GROUPS + group);
             let data = load(&self.large, place + 1);
             if data & PAGE == first {

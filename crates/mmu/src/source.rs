@@ -44,6 +44,7 @@ impl Mmu {
     }
 
     /// Returns the translation of `gva` for an access, with A and D bits set as the access sets them.
+    #[inline(always)]
     pub(crate) fn translation(
         &mut self,
         cpu: &mut CpuState,
@@ -81,8 +82,21 @@ impl Mmu {
                 return Ok(Translated::kept(hit));
             }
         }
+        self.walked(cpu, gva, access, who)
+    }
+
+    /// Returns the translation that the guest's tables have.
+    #[inline(never)]
+    fn walked(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<Translated, Miss> {
         self.stats.walks += 1;
-        match self.walk(gva, view, access, owner) {
+        let view = View::of(cpu, who);
+        match self.walk(gva, view, access, self.owner()) {
             Ok(walk) => Ok(Translated {
                 walk,
                 is_walked: true,

@@ -167,13 +167,7 @@ impl Written {
 
     /// Takes the pages away that other threads have asked for.
     pub(crate) fn take_asked(&mut self, taken: &mut Vec<Pages>) {
-        self.take_from(
-            |writer, f| {
-                writer.take_asked(|n, pages| f(n, writer.remove(n, pages)));
-            },
-            |_, _| true,
-            taken,
-        );
+        self.take_from(|writer, f| writer.take_asked(f), |_, _| true, taken);
     }
 
     /// Takes all pages of the slots away for which `f` is true.

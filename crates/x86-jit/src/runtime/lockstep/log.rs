@@ -71,7 +71,7 @@ impl Log {
         if half == Half::Write {
             self.note(page.hva());
         }
-        self.tables.insert(half, gva, page, false);
+        self.tables.insert(&[half], gva, page, false);
     }
 
     /// Keeps the page that holds host address `host`, which is about to be written.
