@@ -143,8 +143,7 @@ impl Mmu {
         let pdpte = self.paging.pdpte;
         let context = &mut self.contexts[self.current];
         context.used = used;
-        let is_stale = context.key.pcid != pcid;
-        context.is_stale |= is_stale;
+        context.is_stale |= context.key.pcid != pcid;
         // (A shared context has the same.)
         context.key.pcid = pcid;
         if let Some(derived) = &mut context.derived
@@ -152,9 +151,6 @@ impl Mmu {
         {
             derived.pdpte = pdpte;
             context.left = 0;
-        }
-        if is_stale {
-            self.forget_switches();
         }
         self.apply_flushes();
         self.publish_new_keys();

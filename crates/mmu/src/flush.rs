@@ -69,12 +69,15 @@ impl Mmu {
         }
         let flushes = self.take_promised(cpu) || flushes;
         if flushes {
-            self.forget_keeping_switches();
+            if self.is_promised() {
+                self.forget_keeping_switches();
+            }
             self.leave_context();
             let tick = self.next_tick();
             self.flushes.note_non_global(Some(self.paging.pcid), tick);
         }
         self.select_context(flushes);
+        self.switch_epochs.note_load(cpu.cr3);
         self.select_tables(cpu);
     }
 

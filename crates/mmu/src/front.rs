@@ -224,8 +224,8 @@ impl Front<'_> {
         self.0.compared()
     }
 
-    /// Takes note of `loads` loads of CR3 without PCIDs that generated code has made and that have flushed. The last one
-    /// loaded what `cpu` has; [`x86_cpu::GuestBus::load_root`] comes next.
+    /// Takes note of loads of CR3 that generated code has made, of which `loads` have flushed. The last one loaded what
+    /// `cpu` has; [`x86_cpu::GuestBus::load_root`] comes next.
     pub fn note_flushing_loads(&mut self, cpu: &CpuState, loads: u64) {
         self.0.note_flushing_loads(cpu, loads);
     }

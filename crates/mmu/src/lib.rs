@@ -268,7 +268,7 @@ pub struct Mmu {
     roots: shadow::roots::Roots,
     /// Roots that the guest has promised to flush by itself.
     promised: Option<Box<shadow::promised::Promised>>,
-    switch_epochs: SwitchEpochs,
+    switch_epochs: Box<SwitchEpochs>,
     /// The views, by the numbers that tables have for them.
     view_numbers: view::Numbers,
     /// A buffer for the pages whose translation has changed.
@@ -351,7 +351,7 @@ impl Mmu {
             flushes: shadow::flushes::Flushes::default(),
             roots: shadow::roots::Roots::default(),
             promised: None,
-            switch_epochs: SwitchEpochs::FIRST,
+            switch_epochs: Box::default(),
             view_numbers: view::Numbers::default(),
             changed: Vec::new(),
             is_written_by_device: false,

@@ -3,32 +3,59 @@
 use core::mem::offset_of;
 
 use x86_cpu::CpuState;
+use x86_defs::control::{cr3, cr4};
 
 use crate::{Mmu, shadow::roots::Roots};
 
-/// Numbers that vouch for remembered loads of CR3, which generated code reads.
+/// Number of PCIDs.
+const PCIDS: usize = 1 << 12;
+
+/// What vouches for remembered loads of CR3, which generated code reads: two numbers, and the last load of each PCID.
 ///
 /// While a number is unchanged, a load that it vouches for leads to the same context, to the same tables for each of its
 /// views, and to the same identity of what is fetched through them.
 #[repr(C)]
 #[derive(Debug)]
 pub struct SwitchEpochs {
-    /// Vouches for loads that flush nothing: no context has missed a flush either.
+    /// Vouches for loads that flush nothing: no context has missed a flush either, but for those of loads.
     pub keeping: u64,
     /// Vouches for loads that flush: of flushes, contexts have missed only those of such loads, so that a context whose
     /// entries are still in memory has missed nothing.
     pub flushing: u64,
+    /// What was loaded last of each PCID, without bit 63. The root's context has missed no flush of the PCID: each load
+    /// has it catch up, and the flush of another root's load is noted here. Generated code notes its own loads, too.
+    last: [u64; PCIDS],
+    /// The loads that flush which generated code has made.
+    flushed: [u64; Self::MAX_FLUSHING],
 }
 
 impl SwitchEpochs {
+    /// Maximum number of loads that flush which generated code makes before it tells the MMU.
+    pub const MAX_FLUSHING: usize = 120;
+    /// Offset of the eight bytes that say what was loaded of PCID 0.
+    pub const LAST: i32 = offset_of!(Self, last) as i32;
+    /// Offset of the list of loads that flush.
+    pub const FLUSHED: i32 = offset_of!(Self, flushed) as i32;
     /// Offset of [`Self::keeping`].
     pub const KEEPING: i32 = offset_of!(Self, keeping) as i32;
     /// Offset of [`Self::flushing`].
     pub const FLUSHING: i32 = offset_of!(Self, flushing) as i32;
-    pub(crate) const FIRST: Self = Self {
-        keeping: 1,
-        flushing: 1,
-    };
+
+    /// Notes a load of CR3.
+    pub(crate) fn note_load(&mut self, value: u64) {
+        self.last[value as usize % PCIDS] = value;
+    }
+}
+
+impl Default for SwitchEpochs {
+    fn default() -> Self {
+        Self {
+            keeping: 1,
+            flushing: 1,
+            last: [0; PCIDS],
+            flushed: [0; Self::MAX_FLUSHING],
+        }
+    }
 }
 
 impl Mmu {
@@ -63,13 +90,19 @@ impl Mmu {
         self.stats.flushes += loads;
         self.leave_context();
         let tick = self.next_tick();
-        self.flushes.note_non_global(Some(self.paging.pcid), tick);
+        let has_pcids = cpu.cr4 & cr4::PCIDE != 0;
+        for value in self.switch_epochs.flushed.iter().take(loads as usize) {
+            let pcid = if has_pcids { value & cr3::PCID } else { 0 };
+            self.flushes.note_non_global(Some(pcid as u16), tick);
+        }
         self.paging.set_long_root(cpu);
         let id = Roots::id(self.world(), self.paging.root);
         let tick = self.next_tick();
         if let Some(found) = self.roots.find(id) {
-            // The last of these loads has compared it.
-            self.contexts[found].left = tick;
+            // It was compared at the last flush of its PCID, or later.
+            let context = &mut self.contexts[found];
+            (context.left, context.key.pcid) = (tick, self.paging.pcid);
+            context.is_stale = false;
         }
         self.count_loads(loads);
     }

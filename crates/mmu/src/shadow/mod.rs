@@ -11,7 +11,8 @@
 //! more entries than are worth comparing is flushed.
 //!
 //! A tracked context belongs to a root and has the PCID that the root was last loaded with. Translations made under
-//! another PCID are right for this one once the context has caught up.
+//! another PCID are right for this one once the context has caught up. Which root a PCID was last loaded with is noted
+//! ([`crate::SwitchEpochs`]): that root's context has missed no flush of the PCID.
 //!
 //! If the guest itself says when a root's translations must go, no comparison is needed: [`promised`].
 //!

@@ -28,8 +28,8 @@ const KEPT: u32 = 1;
 /// How long a root's translations are kept when it is loaded without a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RootIsKept {
-    /// Until a flush.
-    Always,
+    /// While its PCID is loaded with no other root ([`SwitchEpochs`](crate::SwitchEpochs)).
+    WhileLast,
     /// While the guest leaves a 32-bit word at 1.
     WhileOne {
         /// Its host address, which is valid while [`SwitchEpochs::keeping`](crate::SwitchEpochs::keeping) is unchanged.
@@ -191,7 +191,7 @@ impl Mmu {
             Some(promised) if self.is_promised() => promised,
             // Each load flushes.
             Some(promised) if promised.area.entries == 0 => return None,
-            _ => return Some(RootIsKept::Always),
+            _ => return Some(RootIsKept::WhileLast),
         };
         let entry = promised.area.entry(self.paging.pcid - FIRST);
         let page = self.table.host_page(0, entry, true)?;

@@ -1,6 +1,7 @@
 //! MOV to CR3 in generated code: see [`crate::frame::switches`].
 
 use mmu::{SwitchEpochs, compared};
+use x86_defs::control::cr3;
 
 use crate::{
     asm::*,
@@ -9,6 +10,9 @@ use crate::{
     frame::words::*,
     ir::mode::Mode,
 };
+
+/// As [`SwitchEpochs::MAX_FLUSHING`].
+const MAX_FLUSHING: i8 = SwitchEpochs::MAX_FLUSHING as i8;
 
 /// Emits the barrier that a serialising instruction is (SDM vol. 3, 9.3): `lock or dword [rsp], 0`. Changes flags.
 pub(super) fn serialize(a: &mut Asm) {
@@ -33,9 +37,15 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.store(gs(WANTED_ROOT), S0);
     push(a, RAX);
     push(a, RCX);
-    find_entry(a, S0, SWITCHES);
+    // As `Switch::by` has it.
+    a.mov(RCX, S0);
+    a.shift(true, 7, RCX, 63);
+    a.alu_imm(true, Alu::Or, RCX, !(cr3::PCID as i32));
+    a.alu_rr(true, Alu::And, RCX, S0);
+    a.shift(true, 0, RCX, 1);
+    find_entry(a, RCX, SWITCHES);
     let mut unknown = Vec::new();
-    a.alu(true, Alu::Cmp, S0, at(RAX, switches::VALUE));
+    a.alu(true, Alu::Cmp, RCX, at(RAX, switches::BY));
     unknown.push(a.jcc(cc::NE));
     a.load32(RCX, at(TLB, mmu::l1::VIEW));
     a.alu(false, Alu::Cmp, RCX, at(RAX, switches::VIEW));
@@ -56,6 +66,17 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.rr(true, &[0x85], S0, S0); // test
     let flushes = a.jcc(cc::NS);
     unknown.push(vouches(a, SwitchEpochs::KEEPING));
+    a.rr(true, &[0x85], RCX, RCX); // test
+    let is_promised = a.jcc(cc::NE);
+    last_load(a);
+    a.load(RCX, at(RCX, SwitchEpochs::LAST));
+    a.alu_rr(true, Alu::Xor, RCX, S0);
+    // Without bit 63.
+    a.shift(true, 4, RCX, 1);
+    unknown.push(a.jcc(cc::NE));
+    let is_last = a.jmp();
+    let here = a.here();
+    a.patch(is_promised, here);
     a.alu_mem_imm8(false, Alu::Cmp, at(RCX, 0), 1);
     unknown.push(a.jcc(cc::NE));
     let kept = a.jmp();
@@ -65,11 +86,15 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     unknown.push(vouches(a, SwitchEpochs::FLUSHING));
     a.alu_mem_imm8(false, Alu::Cmp, at(RCX, compared::USES_LEFT), 0);
     unknown.push(a.jcc(cc::E));
+    a.alu_mem_imm8(true, Alu::Cmp, gs(FLUSHING_LOADS), MAX_FLUSHING);
+    unknown.push(a.jcc(cc::E));
     unknown.push(compare(a));
     a.alu_mem_imm8(false, Alu::Sub, at(RCX, compared::USES_LEFT), 1);
-    a.alu_mem_imm8(true, Alu::Add, gs(FLUSHING_LOADS), 1);
+    note_flushing_load(a);
     let here = a.here();
-    a.patch(kept, here);
+    for from in [is_last, kept] {
+        a.patch(from, here);
+    }
 
     // Without bit 63.
     a.shift(true, 4, S0, 1);
@@ -99,6 +124,25 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(bail);
     place
+}
+
+/// Makes rcx the address of [`mmu::SwitchEpochs`] plus eight times the PCID in r14.
+fn last_load(a: &mut Asm) {
+    a.mov32(RCX, S0);
+    a.alu_imm(false, Alu::And, RCX, cr3::PCID as i32);
+    a.shift(true, 4, RCX, 3);
+    a.alu(true, Alu::Add, RCX, gs(SWITCH_EPOCHS));
+}
+
+/// Notes a load of CR3 with r14 that flushes. Changes rcx.
+fn note_flushing_load(a: &mut Asm) {
+    last_load(a);
+    a.store(at(RCX, SwitchEpochs::LAST), S0);
+    a.load(RCX, gs(FLUSHING_LOADS));
+    a.shift(true, 4, RCX, 3);
+    a.alu(true, Alu::Add, RCX, gs(SWITCH_EPOCHS));
+    a.store(at(RCX, SwitchEpochs::FLUSHED), S0);
+    a.alu_mem_imm8(true, Alu::Add, gs(FLUSHING_LOADS), 1);
 }
 
 /// Sets the views known of the address space that rax says. Changes r14.

@@ -7,7 +7,7 @@ pub trait Entry: Copy + Default {
 }
 
 /// Number of entries; [`place`] selects one.
-const LEN: usize = 256;
+const LEN: usize = 1024;
 /// Multiplier of the lower half of the word. The upper [`BITS`] bits of the product are the entry's index.
 pub(crate) const HASH: u32 = 0x9e37_79b1;
 pub(crate) const BITS: u32 = LEN.trailing_zeros();

@@ -2,10 +2,12 @@
 //!
 //! An entry says where a load has led to before, and under which conditions it leads there again: the same view, the
 //! same mode, and nothing changed since ([`mmu::SwitchEpochs`]). A load that flushes nothing also needs a word that the
-//! guest has not taken back meanwhile. One that flushes needs the guest's tables to say what they said
+//! guest or the MMU has not taken back meanwhile. One that flushes needs the guest's tables to say what they said
 //! ([`mmu::compared`]): the flush would lead to the same translations.
 
 use core::mem::offset_of;
+
+use x86_defs::control::cr3;
 
 use super::entries::Entry;
 
@@ -13,11 +15,12 @@ use super::entries::Entry;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Switch {
-    /// The value that is loaded, bit 63 included: without it, the load flushes. 0: no entry.
-    pub value: u64,
+    /// What the load is found by ([`Self::by`]). 0: no entry.
+    pub by: u64,
     /// The number of [`mmu::SwitchEpochs`] that vouches for such loads.
     pub epoch: u64,
-    /// Host address of a word that has to be 1; for a load that flushes, [`mmu::Front::compared`].
+    /// For a load that flushes, [`mmu::Front::compared`]; for another, the host address of a word that has to be 1, or 0: the
+    /// root has to be the one that its PCID was last loaded with.
     pub kept: u64,
     /// Address of the view's tables.
     pub tables: u64,
@@ -40,6 +43,14 @@ pub struct Switch {
 pub(crate) const PLACE_SHIFT: u8 = 16;
 
 impl Switch {
+    /// Returns what a load of `value` is found by. One that flushes is found by its root: it leads to that root's context,
+    /// whatever the PCID. One that does not may lead to the context of its PCID.
+    pub const fn by(value: u64) -> u64 {
+        let flushes = value & cr3::NO_FLUSH == 0;
+        let ignored = if flushes { cr3::PCID } else { 0 };
+        (value & !ignored).rotate_left(1)
+    }
+
     /// Returns the bits of the tables' address that others do not have in common with it. `None`: they are too many.
     pub fn place(tables: u64) -> Option<u32> {
         u32::try_from(tables >> PLACE_SHIFT).ok()
@@ -47,7 +58,7 @@ impl Switch {
 }
 
 /// Offsets of the fields.
-pub(crate) const VALUE: i32 = offset_of!(Switch, value) as i32;
+pub(crate) const BY: i32 = offset_of!(Switch, by) as i32;
 pub(crate) const EPOCH: i32 = offset_of!(Switch, epoch) as i32;
 pub(crate) const VIEW: i32 = offset_of!(Switch, view) as i32;
 pub(crate) const KEPT: i32 = offset_of!(Switch, kept) as i32;
@@ -60,6 +71,6 @@ pub(crate) const NUMBER: i32 = offset_of!(Switch, number) as i32;
 
 impl Entry for Switch {
     fn by(&self) -> u64 {
-        self.value
+        self.by
     }
 }

@@ -7,9 +7,6 @@ use x86_defs::control::{cr3, cr4};
 use crate::{Jit, JitBus, runtime::state::target_key};
 use x86_codegen::frame::switches::Switch;
 
-/// The word that [`Switch::kept`] points to where the guest cannot take anything back.
-static KEPT: u32 = 1;
-
 impl<B: JitBus> Jit<B> {
     /// Notes a MOV of `value` to CR3 that the interpreter has executed, once code was found for what comes next.
     pub(crate) fn note_switch(&mut self, cpu: &CpuState, bus: &mut B, value: u64) {
@@ -18,28 +15,32 @@ impl<B: JitBus> Jit<B> {
         if !is_loaded || frame.log() != 0 || self.disturbance.flush_every != 0 {
             return;
         }
-        let may_keep = cpu.cr4 & cr4::PCIDE != 0 || bus.keeps_roots();
+        let has_pcids = cpu.cr4 & cr4::PCIDE != 0;
+        let has_promise = !has_pcids && bus.keeps_roots();
+        let may_keep = has_pcids || has_promise;
         let keeps = value & cr3::NO_FLUSH != 0;
         let mmu = bus.mmu();
         let epochs = mmu.switch_epochs();
         let (kept, epoch) = match (may_keep, keeps) {
             (true, true) => {
                 let kept = match mmu.root_is_kept() {
-                    Some(RootIsKept::Always) => &raw const KEPT as u64,
+                    Some(RootIsKept::WhileLast) => 0,
                     Some(RootIsKept::WhileOne { word }) => word,
                     None => return,
                 };
                 (kept, epochs.keeping)
             }
-            (false, false) => match mmu.compared() {
+            (false, true) => return,
+            // Such a load of a promised root changes what the guest reads.
+            (_, false) if has_promise => return,
+            (_, false) => match mmu.compared() {
                 Some(head) => (head, epochs.flushing),
                 None => return,
             },
-            _ => return,
         };
         let (key, salt) = target_key(cpu);
         self.session.switches.set(Switch {
-            value,
+            by: Switch::by(value),
             epoch,
             kept,
             tables: frame.tables(),
@@ -57,7 +58,7 @@ impl<B: JitBus> Jit<B> {
     pub(crate) fn note_access(&mut self, cpu: &CpuState, from: u64) {
         let frame = &cpu.engine;
         for value in [cpu.cr3, cpu.cr3 | cr3::NO_FLUSH] {
-            let known = self.session.switches.get_mut(value);
+            let known = self.session.switches.get_mut(Switch::by(value));
             if let Some(switch) = known
                 && switch.tables == from
                 && u64::from(switch.address_space) == frame.address_space
