@@ -351,7 +351,7 @@ impl Mmu {
             flushes: shadow::flushes::Flushes::default(),
             roots: shadow::roots::Roots::default(),
             promised: None,
-            switch_epochs: Box::default(),
+            switch_epochs: SwitchEpochs::new(),
             view_numbers: view::Numbers::default(),
             changed: Vec::new(),
             is_written_by_device: false,

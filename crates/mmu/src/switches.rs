@@ -4,6 +4,7 @@ use core::mem::offset_of;
 
 use x86_cpu::CpuState;
 use x86_defs::control::{cr3, cr4};
+use zerocopy::FromZeros;
 
 use crate::{Mmu, shadow::roots::Roots};
 
@@ -15,7 +16,7 @@ const PCIDS: usize = 1 << 12;
 /// While a number is unchanged, a load that it vouches for leads to the same context, to the same tables for each of its
 /// views, and to the same identity of what is fetched through them.
 #[repr(C)]
-#[derive(Debug)]
+#[derive(Debug, FromZeros)]
 pub struct SwitchEpochs {
     /// Vouches for loads that flush nothing: no context has missed a flush either, but for those of loads.
     pub keeping: u64,
@@ -41,20 +42,16 @@ impl SwitchEpochs {
     /// Offset of [`Self::flushing`].
     pub const FLUSHING: i32 = offset_of!(Self, flushing) as i32;
 
+    pub(crate) fn new() -> Box<Self> {
+        // An idle vCPU's lists take up no memory.
+        let mut new = Self::new_box_zeroed().expect("memory for a vCPU");
+        (new.keeping, new.flushing) = (1, 1);
+        new
+    }
+
     /// Notes a load of CR3.
     pub(crate) fn note_load(&mut self, value: u64) {
         self.last[value as usize % PCIDS] = value;
-    }
-}
-
-impl Default for SwitchEpochs {
-    fn default() -> Self {
-        Self {
-            keeping: 1,
-            flushing: 1,
-            last: [0; PCIDS],
-            flushed: [0; Self::MAX_FLUSHING],
-        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! [`Flushes`]: which flushes happened while a context was not the current one.
 
+use zerocopy::FromZeros;
+
 /// Number of page flushes that are remembered one by one.
 const LOG: usize = 64;
 /// Number of PCIDs and, behind them, of promised roots ([`super::promised`]).
@@ -69,7 +71,7 @@ impl Default for Flushes {
         Self {
             everything: 0,
             all: 0,
-            pcid: Box::new([0; PCIDS]),
+            pcid: FromZeros::new_box_zeroed().expect("memory for a vCPU"),
             private: Log::default(),
             global: Log::default(),
             has_global_users: false,

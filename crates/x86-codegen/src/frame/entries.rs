@@ -1,7 +1,9 @@
 //! Tables of changes of the view that generated code makes by itself, as they were made before.
 
-/// An entry, as generated code reads it. The default is none.
-pub trait Entry: Copy + Default {
+use zerocopy::FromZeros;
+
+/// An entry, as generated code reads it. Zeros are none.
+pub trait Entry: Copy + FromZeros {
     /// Returns the word that the entry is found by.
     fn by(&self) -> u64;
 }
@@ -18,7 +20,7 @@ fn place(by: u64) -> usize {
     ((by as u32).wrapping_mul(HASH) >> (u32::BITS - BITS)) as usize
 }
 
-/// All entries of a vCPU. They do not move in memory.
+/// All entries of a vCPU. They do not move in memory, and take up none before there are any.
 #[derive(Debug)]
 pub struct Entries<E> {
     all: Box<[E; LEN]>,
@@ -30,7 +32,7 @@ impl<E: Entry> Default for Entries<E> {
     fn default() -> Self {
         const { assert!(size_of::<E>() == 1 << SHIFT) };
         Self {
-            all: Box::new([E::default(); LEN]),
+            all: FromZeros::new_box_zeroed().expect("memory for a table"),
             is_used: false,
         }
     }
@@ -57,7 +59,7 @@ impl<E: Entry> Entries<E> {
     /// Forgets all entries.
     pub fn clear(&mut self) {
         if core::mem::take(&mut self.is_used) {
-            self.all.fill(E::default());
+            self.all.fill(E::new_zeroed());
         }
     }
 }

@@ -6,11 +6,13 @@
 
 use core::mem::offset_of;
 
+use zerocopy::FromZeros;
+
 use super::entries::Entry;
 
 /// An entry, as generated code reads it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, FromZeros)]
 pub struct LevelChange {
     /// Address of the tables of the view that is left, plus the number of the address space ([`Self::from`]). 0: no entry.
     pub from: u64,

@@ -8,12 +8,13 @@
 use core::mem::offset_of;
 
 use x86_defs::control::cr3;
+use zerocopy::FromZeros;
 
 use super::entries::Entry;
 
 /// An entry, as generated code reads it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, FromZeros)]
 pub struct Switch {
     /// What the load is found by ([`Self::by`]). 0: no entry.
     pub by: u64,

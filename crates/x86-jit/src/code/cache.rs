@@ -288,15 +288,18 @@ impl Cache {
         }
     }
     pub(crate) fn clear(&mut self) {
+        // Without blocks there are no targets. Memory that no vCPU has touched yet stays untouched.
+        if !self.blocks.pages.is_empty() {
+            let all = self.targets.iter_mut().enumerate();
+            let used = all.filter(|(_, t)| t.key != 0);
+            used.for_each(|(at, t)| *t = empty(at));
+            self.filled.fill((0, 0));
+        }
         self.blocks.clear();
         self.second.clear();
-        let all = self.targets.iter_mut().enumerate();
-        let used = all.filter(|(_, t)| t.key != 0);
-        used.for_each(|(at, t)| *t = empty(at));
         self.remembered.clear();
         self.page_guards = 0;
         self.page_guards_generation = new_generation();
-        self.filled.fill((0, 0));
     }
     /// Returns the page guard of the page and mode of `key`, if it has one.
     pub(crate) fn page_guard(&mut self, key: BlockKey) -> Option<PageGuard> {
@@ -384,14 +387,7 @@ mod tests {
 
     #[test]
     fn blocks_are_found_where_they_were_put() {
-        let block = |n: u32| TranslatedBlock {
-            is_target: false,
-            may_gain: false,
-            len: 1,
-            entries: Entries::default(),
-            generation: n,
-            straddles: false,
-        };
+        let block = |n| block(0, n);
         let mut blocks = BlockTable::default();
         let key = |n: u32| {
             let page = u64::from(n % 7) << 12 | 1 << 63;
@@ -499,6 +495,8 @@ mod tests {
         assert!(c.is_new(0x1000, 0x300));
         assert!(!c.is_new(0x1000, 0x300));
         assert!(c.is_new(0x1000, 0x500));
+        c.blocks
+            .insert(BlockKey::new(1 << 63, Mode::NONE), block(0, 1));
         c.clear();
         assert!(c.is_new(0x1000, 0x500));
     }

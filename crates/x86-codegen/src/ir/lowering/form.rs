@@ -162,6 +162,7 @@ impl Form {
 
 /// Forms by code.
 pub struct Forms {
+    /// Empty before the first form is learned.
     forms: Vec<Form>,
     /// The host's features.
     host: HostFeatures,
@@ -181,7 +182,7 @@ impl Forms {
     pub fn new(host: HostFeatures) -> Self {
         Self {
             host,
-            forms: vec![UNKNOWN; Code::values().len()],
+            forms: Vec::new(),
             features: Features::default(),
             info: InstructionInfoFactory::new(),
         }
@@ -199,10 +200,17 @@ impl Forms {
     #[inline]
     pub(crate) fn learn(&mut self, i: &Instruction) -> &Form {
         let n = i.code() as usize;
-        if self.forms[n].kind == Lowering::Unknown {
-            self.forms[n] = classify(i, &self.host, &self.features, &mut self.info);
+        let known = self.forms.get(n);
+        if known.is_none_or(|form| form.kind == Lowering::Unknown) {
+            self.classify(i);
         }
         &self.forms[n]
+    }
+
+    #[cold]
+    fn classify(&mut self, i: &Instruction) {
+        self.forms.resize(Code::values().len(), UNKNOWN);
+        self.forms[i.code() as usize] = classify(i, &self.host, &self.features, &mut self.info);
     }
 
     /// Returns the facts of a form that [`Self::learn`] has seen.
