@@ -213,10 +213,11 @@ impl Forms {
         self.forms[i.code() as usize] = classify(i, &self.host, &self.features, &mut self.info);
     }
 
-    /// Returns the facts of a form that [`Self::learn`] has seen.
+    /// Returns the facts of a form that [`Self::learn`] has seen. Of others, such as that of no instruction, nothing is
+    /// known.
     #[inline]
     pub fn of(&self, i: &Instruction) -> &Form {
-        &self.forms[i.code() as usize]
+        self.forms.get(i.code() as usize).unwrap_or(&UNKNOWN)
     }
 }
 

@@ -235,3 +235,10 @@ fn state_of_the_host_is_out_of_reach() {
         assert!(!copies(form(&i, &HostFeatures::detected())), "{code:?}");
     }
 }
+
+/// A block may consist of bytes that are no instruction, and be the first that is translated.
+#[test]
+fn nothing_is_known_of_no_instruction() {
+    let forms = form::Forms::new(HostFeatures::detected());
+    assert!(forms.of(&Instruction::default()).kind == Lowering::Unknown);
+}
