@@ -136,6 +136,10 @@ pub const OTHERS: &[(&str, &str)] = &[
         "whether bytes that the mask leaves out fault (SDM vol. 2, MASKMOVDQU); and, when MASKMOVQ faults, the x87 state",
     ),
     (
+        "VMOVDDUP of 32 bytes",
+        "on other hosts: whether the last 8, which are not used, fault (Zen 1: no)",
+    ),
+    (
         "several faults of one instruction (CMPS, CALL to a non-canonical target, misaligned and non-canonical operands)",
         "on other hosts: which one is raised (SDM vol. 3, 6.9: implementation-dependent within a class)",
     ),
