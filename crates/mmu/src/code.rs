@@ -116,7 +116,7 @@ impl Mmu {
         self.note_level(gva, walk.level, walk.global);
         if !walk.global {
             // The number that identifies targets may change here.
-            self.forget_switches();
+            self.forget_switches_to_live();
             if !self.views[self.live].user {
                 self.note_common(cpu, gva, &walk);
             }
@@ -469,7 +469,7 @@ impl Mmu {
     pub(crate) fn verify_view(&mut self) {
         let verification = self.verification();
         if self.views[self.live].verification != verification {
-            self.forget_switches();
+            self.forget_switches_to_live();
             let epoch = self.next_tick();
             let tables = &mut self.views[self.live];
             tables.verification = verification;

@@ -16,7 +16,7 @@ use crate::{
     families::Membership,
     l1::RegionFilter,
     l2::Owner,
-    shadow::{derived::Derived, flushes::Seen, roots::Policy},
+    shadow::{derived::Derived, flushes::Seen, promised::MAX_ROOTS, roots::Policy},
     tables::{PrivateUses, Tables},
     view::Recent,
 };
@@ -25,6 +25,7 @@ use crate::{
 const MAX_CONTEXTS: usize = 16;
 /// Number of contexts that are kept where roots are tracked. A context takes a few KiB.
 pub(crate) const MAX_TRACKED: usize = 1024;
+const _: () = assert!(MAX_CONTEXTS + MAX_ROOTS <= MAX_TRACKED);
 /// [`Context::left`] of the current context.
 pub(crate) const CURRENT: u64 = u64::MAX;
 /// Number of views that a context keeps. A program that changes PKRU has up to four for each value: its own, and the kernel's with and without
@@ -143,6 +144,7 @@ impl Mmu {
         let pdpte = self.paging.pdpte;
         let context = &mut self.contexts[self.current];
         context.used = used;
+        self.switch_epochs.note_used(self.current);
         context.is_stale |= context.key.pcid != pcid;
         // (A shared context has the same.)
         context.key.pcid = pcid;
@@ -266,7 +268,7 @@ impl Mmu {
 
     /// Makes the second level forget the context, by giving it another key.
     pub(crate) fn renew_key(&mut self, context: usize) {
-        self.forget_switches();
+        self.forget_switches_to(context);
         let key = self.new_reach_key();
         self.contexts[context].reach = key;
         self.contexts[context].regions.clear();
@@ -325,7 +327,7 @@ impl Mmu {
     }
 
     fn for_current_tables(&mut self, mut f: impl FnMut(&mut Tables) -> bool) {
-        self.forget_switches();
+        self.forget_switches_to(self.current);
         for i in 0..self.contexts[self.current].views.len() {
             let (_, tables) = self.contexts[self.current].views[i];
             let epoch = self.next_tick();
@@ -429,7 +431,7 @@ impl Mmu {
         self.contexts[self.current].recent = [None; 4];
         self.stats.views_made += 1;
         self.views_made += 1;
-        self.forget_switches();
+        self.forget_switches_to(self.current);
         let number = self.view_numbers.of(view);
         let used = self.next_tick();
         let t = &mut self.views[tables];

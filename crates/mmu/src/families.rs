@@ -121,11 +121,13 @@ impl Mmu {
         }
         if family.leaves.len() == MAX_LEAVES {
             *membership = Membership::Barred;
+            self.forget_switches_to(self.current);
         } else {
             family.leaves.push(leaf);
             *known += 1;
+            // Other members do not know the page yet.
+            self.forget_switches();
         }
-        self.forget_switches();
     }
 
     /// Returns the epoch of the current context's family, if a supervisor executes and the context is a member.
@@ -167,7 +169,7 @@ impl Mmu {
     /// Makes the current context a member of a family that fits, or of a new one. What a supervisor fetches is noted again
     /// from now on.
     fn join(&mut self, cpu: &CpuState) {
-        self.forget_switches();
+        self.forget_switches_to(self.current);
         let world = self.contexts[self.current].key.world;
         let families = &self.families.0;
         let mut known: Vec<usize> = (0..FAMILIES)
@@ -177,6 +179,10 @@ impl Mmu {
         known.sort_by_key(|n| core::cmp::Reverse(families[*n].leaves.len()));
         let found = known.into_iter().find(|n| self.leads_to(cpu, *n, 0));
         let tick = self.next_tick();
+        if found.is_none() {
+            // The oldest family ends.
+            self.forget_switches();
+        }
         let family = found.unwrap_or_else(|| {
             let oldest = (0..FAMILIES).min_by_key(|n| self.families.0[*n].used);
             let oldest = oldest.unwrap_or(0);
@@ -221,7 +227,7 @@ impl Mmu {
 
     /// Ends the current context's membership: its translations that are not global may be others now.
     pub(crate) fn leave_family(&mut self) {
-        self.forget_switches();
+        self.forget_switches_to(self.current);
         self.contexts[self.current].membership = Membership::None;
     }
 

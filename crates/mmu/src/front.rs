@@ -217,8 +217,14 @@ impl Front<'_> {
         &self.0.switch_epochs
     }
 
+    /// Returns the number that vouches for loads of CR3 which lead to the current address space. `flushes`: for loads that
+    /// flush, and for changes of the level in it.
+    pub fn switch_epoch(&self, flushes: bool) -> u64 {
+        self.0.switch_epochs.of(self.address_space(), flushes)
+    }
+
     /// Returns the address of the current context's list of entries of guest tables ([`crate::compared`]). The list stays
-    /// there while [`SwitchEpochs::flushing`] is unchanged. `None`: a load that flushes has more to do than to compare
+    /// there while [`Self::switch_epoch`] is unchanged. `None`: a load that flushes has more to do than to compare
     /// entries.
     pub fn compared(&self) -> Option<u64> {
         self.0.compared()

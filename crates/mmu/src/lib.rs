@@ -238,12 +238,7 @@ pub struct Mmu {
     enough_tables: usize,
     /// [`Stats::reach_code_hits`] of tables that were given to another view.
     reach_hits_gone: u64,
-    /// Number of times that a context has got another's tables.
-    donors: u32,
-    /// Number of times that a context whose address space is gone was looked for, since one was found.
-    looks_for_gone: u32,
-    /// The context that was looked at last for that.
-    gone_hand: usize,
+    donors: donors::Donors,
     /// A number that changes when write permission of pages is taken: see [`shadow::derived`].
     writes_epoch: u64,
     current: usize,
@@ -332,9 +327,7 @@ impl Mmu {
             growth: growth::Growth::default(),
             enough_tables: budget::FEW_TABLES,
             reach_hits_gone: 0,
-            donors: 0,
-            looks_for_gone: 0,
-            gone_hand: 0,
+            donors: donors::Donors::default(),
             writes_epoch: 1,
             current: 0,
             hand: 0,

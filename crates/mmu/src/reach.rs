@@ -134,6 +134,9 @@ const _: () = assert!(GROUP_LEN <= u32::BITS as usize);
 
 /// Number of entries of the small table at first.
 const FIRST_ENTRIES: usize = ENTRIES;
+/// Number of entries up to which the small table grows also for address spaces that displace each other's. In the smallest
+/// table they all have the same places.
+const MIXED_ENTRIES: usize = 4 * ENTRIES;
 /// Maximum number of bytes that the small table reaches by default, in pages of 4 KiB.
 pub(crate) const DEFAULT_PAGES: usize = 1 << 20;
 
@@ -286,7 +289,9 @@ impl Reach {
             if !leaf.writable && same(known) == same(data) {
                 data = known;
             }
-        } else if others.iter().any(|k| old & !TAGGED == k.token) {
+        } else if old != 0
+            && (self.entries < MIXED_ENTRIES || others.iter().any(|k| old & !TAGGED == k.token))
+        {
             self.displaced += 1;
             if self.displaced > self.entries / 4 && self.entries < self.max_entries {
                 self.resize(2 * self.entries);

@@ -73,6 +73,7 @@ impl Mmu {
         let tables = self.new_tables()?;
         self.begin_view(tables, view);
         self.views[tables].is_shared = true;
+        self.forget_switches();
         self.shared.tables.push((world, view, tables));
         self.publish_shared_keys();
         Some(tables)
@@ -164,6 +165,7 @@ impl Mmu {
     fn drop_private(&mut self, context: usize) {
         self.views_made += 1;
         self.for_shared_tables(|_| true, Tables::drop_non_global);
+        self.forget_switches_to(context);
         let context = &mut self.contexts[context];
         context.recent = [None; 4];
         self.shared.refusals += u32::from(!core::mem::replace(&mut context.owns_all, true));
@@ -182,10 +184,10 @@ impl Mmu {
         is_of: impl Fn(u8) -> bool,
         mut f: impl FnMut(&mut Tables) -> bool,
     ) {
-        self.forget_switches();
         for i in 0..self.shared.tables.len() {
             let (world, _, tables) = self.shared.tables[i];
             if is_of(world) && f(&mut self.views[tables]) {
+                self.forget_switches();
                 self.views[tables].epoch = self.next_tick();
             }
         }

@@ -3,6 +3,8 @@
 //! Roots map kernel code, none of it global: at first all in the same way, then some pages change in one root or in all, with
 //! the flushes that the manual asks for. A supervisor fetches, and each page that it gets is remembered under the epoch. Whatever
 //! is remembered under the epoch of a context must then be where the context's tables lead to.
+//!
+//! A load of CR3 that is remembered, and vouched for, leads to what it led to before.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -17,9 +19,10 @@ use x86_cpu::Flush;
 use x86_defs::{
     control::cr4,
     paging::{A, D, NX, P, PS, RW, US},
+    rflags,
 };
 
-const ROOTS: usize = 5;
+const ROOTS: usize = 12;
 const PCIDS: u64 = 3;
 const ROOT: u64 = 0x10_0000;
 const TABLES: u64 = 0x20_0000;
@@ -86,6 +89,28 @@ struct Guest {
     owners: [Option<usize>; PCIDS as usize],
     /// What was fetched under each epoch.
     known: HashMap<u64, HashMap<u64, u64>>,
+    /// Where loads have led, by their value, whether they flush, and RFLAGS.AC.
+    loads: HashMap<(u64, bool, u64), (Remembered, Place)>,
+    /// Number of changes of tables.
+    changes: u64,
+    /// Number of loads that were vouched for.
+    vouched: u64,
+}
+
+/// What a remembered load depends on.
+#[derive(Clone, Copy, Debug)]
+struct Remembered {
+    epoch: u64,
+    changes: u64,
+}
+
+/// Where a load leads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    context: u64,
+    tables: u64,
+    view: u64,
+    target_epoch: u64,
 }
 
 impl Guest {
@@ -106,6 +131,9 @@ impl Guest {
             stale: [false; ROOTS],
             owners: [None; PCIDS as usize],
             known: HashMap::new(),
+            loads: HashMap::new(),
+            changes: 0,
+            vouched: 0,
         };
         guest.m.cpu.cr4 |= cr4::PCIDE;
         guest.m.mmu.set_policy(&guest.m.cpu, policy);
@@ -129,8 +157,36 @@ impl Guest {
         }
         self.owners[pcid as usize] = Some(root);
         (self.current, self.pcids[root]) = (root, pcid);
-        self.m.cpu.cr3 = (ROOT + root as u64 * 4096) | pcid;
+        let value = (ROOT + root as u64 * 4096) | pcid;
+        let by = (value, keeps, self.m.cpu.rflags & rflags::AC);
+        let known = self.loads.get(&by).copied().filter(|known| {
+            let (front, (of, place)) = (self.m.mmu.front(), known);
+            let epochs = front.switch_epochs();
+            epochs.of(place.context, !keeps) == of.epoch
+                && if keeps {
+                    epochs.is_last(value)
+                } else {
+                    self.changes == of.changes
+                }
+        });
+        self.m.cpu.cr3 = value;
         self.m.mmu.load_cr3(&mut self.m.cpu, !keeps).unwrap();
+        let tables = self.m.mmu.front().live_tables().base();
+        let front = &mut self.m.mmu.front();
+        let now = Place {
+            context: front.address_space(),
+            tables,
+            view: front.live_view(),
+            target_epoch: front.target_epoch(&self.m.cpu),
+        };
+        if let Some((_, place)) = known {
+            assert_eq!(place, now);
+            self.vouched += 1;
+        }
+        if keeps || front.compared().is_some() {
+            let (epoch, changes) = (front.switch_epoch(!keeps), self.changes);
+            self.loads.insert(by, (Remembered { epoch, changes }, now));
+        }
     }
 
     fn run(&mut self, op: Op) {
@@ -149,6 +205,7 @@ impl Guest {
                     let place = entry(&self.m, ROOT + n as u64 * 4096, GVAS[base], level, &mut 0);
                     self.m.poke(place, 8, leaf(base, to, flags));
                     self.stale[n] = true;
+                    self.changes += 1;
                 }
                 // What the current root has is flushed now, by page.
                 if self.stale[self.current] {
@@ -173,7 +230,7 @@ impl Guest {
                 self.m.mmu.flush(&self.m.cpu, what);
             }
             Op::View => {
-                self.m.cpu.rflags ^= x86_defs::rflags::AC;
+                self.m.cpu.rflags ^= rflags::AC;
                 self.m.mmu.select_view(&self.m.cpu);
             }
             Op::Recheck => self.m.mmu.recheck_code(),
@@ -261,9 +318,11 @@ proptest! {
     #[test]
     fn targets_are_right_in_every_context_of_an_epoch(
         policy in prop_oneof![Just(Policy::Tdp), Just(Policy::Auto), Just(Policy::Shadow)],
-        ops in proptest::collection::vec(ops(), 1..160),
+        max_tables in 8..32usize,
+        ops in proptest::collection::vec(ops(), 1..400),
     ) {
         let mut guest = Guest::new(policy);
+        guest.m.mmu.set_max_tables(&guest.m.cpu, max_tables);
         for op in ops {
             guest.run(op);
         }
@@ -305,5 +364,31 @@ fn roots_with_the_same_code_have_one_epoch() {
         guest.load(0, 0, false);
         guest.check();
         assert!(guest.m.mmu.stats().fetch_misses <= walks + 1);
+    }
+}
+
+/// What one root's context does leaves the loads that lead to others known.
+#[test]
+fn loads_stay_known_while_other_contexts_change() {
+    for policy in [Policy::Auto, Policy::Shadow] {
+        let mut guest = Guest::new(policy);
+        let lap = |guest: &mut Guest, keeps| {
+            for root in 0..3 {
+                guest.load(root, root as u64, keeps);
+                guest.fetch(GVAS[0]);
+                guest.fetch(GVAS[1]);
+            }
+        };
+        (0..8).for_each(|round| lap(&mut guest, round > 4));
+        guest.run(Op::Change {
+            root: Some(1),
+            gva: 1,
+            to: 1,
+            flags: 10,
+        });
+        guest.load(1, 1, false);
+        let before = guest.vouched;
+        lap(&mut guest, true);
+        assert_eq!(guest.vouched - before, 2);
     }
 }

@@ -32,7 +32,7 @@ pub enum RootIsKept {
     WhileLast,
     /// While the guest leaves a 32-bit word at 1.
     WhileOne {
-        /// Its host address, which is valid while [`SwitchEpochs::keeping`](crate::SwitchEpochs::keeping) is unchanged.
+        /// Its host address, which is valid while [`Front::switch_epoch`](crate::Front::switch_epoch) is unchanged.
         word: u64,
     },
 }

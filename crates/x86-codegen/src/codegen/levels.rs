@@ -6,7 +6,7 @@ use x86_defs::{reg, rflags, segment::Attr};
 use crate::{
     asm::*,
     codegen::countdown::exact::{self, Layout},
-    codegen::switches::{become_key, find_entry},
+    codegen::switches::{become_key, find_entry, sum_epochs},
     codegen::system::load_flags,
     codegen::view_changes::move_to_tables,
     frame::levels,
@@ -26,7 +26,7 @@ pub(super) fn change_level(a: &mut Asm, otherwise: usize, counts: Option<Layout>
     [call, system_return(a, otherwise, counts)]
 }
 
-/// Makes rax the entry of the live view. Changes rdx.
+/// Makes rax the entry of the live view. Changes rdx and r14.
 fn find_change(a: &mut Asm) -> Vec<usize> {
     let mut unknown = Vec::new();
     let mut differs = |a: &mut Asm, wide: bool, entry: i32| {
@@ -39,8 +39,9 @@ fn find_change(a: &mut Asm) -> Vec<usize> {
     differs(a, true, levels::FROM);
     a.load(RDX, gs(KEY));
     differs(a, true, levels::FROM_KEY);
-    a.load(RDX, gs(SWITCH_EPOCHS));
-    a.load(RDX, at(RDX, SwitchEpochs::FLUSHING));
+    a.load(S0, gs(SWITCH_EPOCHS));
+    a.load32(RDX, gs(ADDRESS_SPACE));
+    sum_epochs(a, RDX, S0, SwitchEpochs::FLUSHING);
     differs(a, true, levels::EPOCH);
     a.load32(RDX, gs(CR0));
     differs(a, false, levels::CR0);

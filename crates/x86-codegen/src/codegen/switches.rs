@@ -19,12 +19,18 @@ pub(super) fn serialize(a: &mut Asm) {
     a.bytes(&[0xf0, 0x83, 0x0c, 0x24, 0x00]);
 }
 
-/// Makes rax the address of the entry for `by` in the table whose address is in the word `table`.
+/// Makes rax the address of the entry for `by` in the table whose address is in the word `table`, or of another if there is
+/// none.
 pub(super) fn find_entry(a: &mut Asm, by: Reg, table: usize) {
     a.imul(false, RAX, by, HASH.cast_signed());
     a.shift(false, 5, RAX, (u32::BITS - BITS) as u8);
     a.shift(false, 4, RAX, SHIFT);
     a.alu(true, Alu::Add, RAX, gs(table));
+    a.alu(true, Alu::Cmp, by, at(RAX, 0));
+    let found = a.jcc(cc::E);
+    a.alu_imm(true, Alu::Add, RAX, 1 << SHIFT);
+    let here = a.here();
+    a.patch(found, here);
 }
 
 /// Emits a load of CR3 with r14 that goes on with the tables that the same load led to before, if nothing has changed
@@ -56,9 +62,14 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.shift(false, 4, RCX, (u32::BITS - Mode::WIDTH) as u8);
     unknown.push(a.jcc(cc::NE));
     let vouches = |a: &mut Asm, number: i32| {
-        a.load(RCX, gs(SWITCH_EPOCHS));
-        a.load(RCX, at(RCX, number));
+        push(a, RDX);
+        a.load(RDX, gs(SWITCH_EPOCHS));
+        a.load32(RCX, at(RAX, switches::ADDRESS_SPACE));
+        a.rm(false, &[0xc6], 0, at(RDX, SwitchEpochs::USED).plus(RCX, 0)); // mov
+        a.bytes(&[1]);
+        sum_epochs(a, RCX, RDX, number);
         a.alu(true, Alu::Cmp, RCX, at(RAX, switches::EPOCH));
+        pop(a, RDX);
         let has_changed = a.jcc(cc::NE);
         a.load(RCX, at(RAX, switches::KEPT));
         has_changed
@@ -124,6 +135,13 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(bail);
     place
+}
+
+/// Makes `context`, which is a context's index, what vouches for loads that lead to it. `epochs` has the address of
+/// [`mmu::SwitchEpochs`], and `number` is the offset of the number of all contexts.
+pub(super) fn sum_epochs(a: &mut Asm, context: Reg, epochs: Reg, number: i32) {
+    a.load(context, at(epochs, SwitchEpochs::CONTEXTS).plus(context, 3));
+    a.alu(true, Alu::Add, context, at(epochs, number));
 }
 
 /// Makes rcx the address of [`mmu::SwitchEpochs`] plus eight times the PCID in r14.

@@ -1,7 +1,7 @@
 //! SYSCALL and SYSRETQ that generated code executes by itself.
 //!
 //! An entry says where a change of the privilege level from a view and a mode has led to before, and under which
-//! conditions it leads there again: nothing has changed since ([`mmu::SwitchEpochs::flushing`]), CR0 and PKRU are what
+//! conditions it leads there again: nothing has changed since ([`mmu::SwitchEpochs`]), CR0 and PKRU are what
 //! they were, and so are the facts that [`super::words::LEVEL_FACTS`] has.
 
 use core::mem::offset_of;
@@ -47,6 +47,8 @@ pub(crate) const KEY: i32 = offset_of!(LevelChange, key) as i32;
 pub(crate) const SALT: i32 = offset_of!(LevelChange, salt) as i32;
 pub(crate) const NUMBER: i32 = offset_of!(LevelChange, number) as i32;
 pub(crate) const FACTS: i32 = offset_of!(LevelChange, facts) as i32;
+
+const _: () = assert!(FROM == 0);
 
 impl LevelChange {
     /// Identifies a view in an address space. Address spaces may have the same tables.

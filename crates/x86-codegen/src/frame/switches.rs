@@ -18,7 +18,7 @@ use super::entries::Entry;
 pub struct Switch {
     /// What the load is found by ([`Self::by`]). 0: no entry.
     pub by: u64,
-    /// The number of [`mmu::SwitchEpochs`] that vouches for such loads.
+    /// The sum of numbers of [`mmu::SwitchEpochs`] that vouches for such loads.
     pub epoch: u64,
     /// For a load that flushes, [`mmu::Front::compared`]; for another, the host address of a word that has to be 1, or 0: the
     /// root has to be the one that its PCID was last loaded with.
@@ -69,6 +69,8 @@ pub(crate) const SALT: i32 = offset_of!(Switch, salt) as i32;
 pub(crate) const ADDRESS_SPACE: i32 = offset_of!(Switch, address_space) as i32;
 pub(crate) const ACCESS: i32 = offset_of!(Switch, access) as i32;
 pub(crate) const NUMBER: i32 = offset_of!(Switch, number) as i32;
+
+const _: () = assert!(BY == 0);
 
 impl Entry for Switch {
     fn by(&self) -> u64 {

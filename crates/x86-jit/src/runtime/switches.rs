@@ -20,28 +20,24 @@ impl<B: JitBus> Jit<B> {
         let may_keep = has_pcids || has_promise;
         let keeps = value & cr3::NO_FLUSH != 0;
         let mmu = bus.mmu();
-        let epochs = mmu.switch_epochs();
-        let (kept, epoch) = match (may_keep, keeps) {
-            (true, true) => {
-                let kept = match mmu.root_is_kept() {
-                    Some(RootIsKept::WhileLast) => 0,
-                    Some(RootIsKept::WhileOne { word }) => word,
-                    None => return,
-                };
-                (kept, epochs.keeping)
-            }
+        let kept = match (may_keep, keeps) {
+            (true, true) => match mmu.root_is_kept() {
+                Some(RootIsKept::WhileLast) => 0,
+                Some(RootIsKept::WhileOne { word }) => word,
+                None => return,
+            },
             (false, true) => return,
             // Such a load of a promised root changes what the guest reads.
             (_, false) if has_promise => return,
             (_, false) => match mmu.compared() {
-                Some(head) => (head, epochs.flushing),
+                Some(head) => head,
                 None => return,
             },
         };
         let (key, salt) = target_key(cpu);
         self.session.switches.set(Switch {
             by: Switch::by(value),
-            epoch,
+            epoch: mmu.switch_epoch(!keeps),
             kept,
             tables: frame.tables(),
             key,

@@ -79,7 +79,7 @@ impl<B: JitBus> Jit<B> {
         self.session.levels.set(LevelChange {
             from: LevelChange::from(from, frame.address_space),
             from_key,
-            epoch: bus.mmu().switch_epochs().flushing,
+            epoch: bus.mmu().switch_epoch(true),
             cr0: cpu.cr0 as u32,
             pkru: cpu.pkru,
             tables: frame.tables(),
