@@ -83,6 +83,24 @@ fn address_spaces_that_are_gone_give_their_tables() {
     assert_eq!(m.mmu.stats().views_made, made);
 }
 
+/// Those of processes that sleep go before those of processes that take turns, which find theirs again.
+#[test]
+fn processes_that_sleep_give_their_tables() {
+    let mut m = guest();
+    let half = ROOTS / 4;
+    m.mmu.set_max_tables(&m.cpu, 2 * half as usize + 2);
+    let laps = |m: &mut Machine, number, roots: Range<u64>| {
+        for _ in 0..number {
+            roots.clone().for_each(|root| run(m, root));
+        }
+    };
+    laps(&mut m, 10, 0..2 * half);
+    laps(&mut m, 30, half..3 * half);
+    let made = m.mmu.stats().views_made;
+    laps(&mut m, 10, half..3 * half);
+    assert_eq!(m.mmu.stats().views_made, made);
+}
+
 /// The addresses of the entries that lead to the page.
 fn tables_of(m: &Machine, root: u64) -> Vec<u64> {
     let mut table = ROOT + root * 4096;
