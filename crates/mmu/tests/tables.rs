@@ -101,6 +101,21 @@ fn processes_that_sleep_give_their_tables() {
     assert_eq!(m.mmu.stats().views_made, made);
 }
 
+/// Address spaces whose pages have the same addresses come to have places of their own in the second level.
+#[test]
+fn address_spaces_that_displace_each_other_grow_the_second_level() {
+    let mut m = guest();
+    m.mmu.set_max_tables(&m.cpu, 2);
+    let pages = m.mmu.stats().reach_pages;
+    for _ in 0..600 {
+        for root in 0..ROOTS {
+            run(&mut m, root);
+            read(&mut m, GVA);
+        }
+    }
+    assert_eq!(m.mmu.stats().reach_pages, 4 * pages);
+}
+
 /// The addresses of the entries that lead to the page.
 fn tables_of(m: &Machine, root: u64) -> Vec<u64> {
     let mut table = ROOT + root * 4096;
