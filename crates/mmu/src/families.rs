@@ -179,11 +179,9 @@ impl Mmu {
         known.sort_by_key(|n| core::cmp::Reverse(families[*n].leaves.len()));
         let found = known.into_iter().find(|n| self.leads_to(cpu, *n, 0));
         let tick = self.next_tick();
-        if found.is_none() {
+        let family = found.unwrap_or_else(|| {
             // The oldest family ends.
             self.forget_switches();
-        }
-        let family = found.unwrap_or_else(|| {
             let oldest = (0..FAMILIES).min_by_key(|n| self.families.0[*n].used);
             let oldest = oldest.unwrap_or(0);
             self.families.0[oldest] = Family {

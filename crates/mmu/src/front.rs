@@ -179,7 +179,7 @@ impl Front<'_> {
     }
 
     /// The number of the current address space, whose tables others may share. It does not change its meaning while
-    /// [`Self::switch_epochs`] stay the same.
+    /// [`Self::switch_epoch`] stays the same.
     pub fn address_space(&self) -> u64 {
         self.0.current as u64
     }

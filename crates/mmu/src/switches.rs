@@ -11,7 +11,8 @@ use crate::{Mmu, context::MAX_TRACKED as CONTEXTS, shadow::roots::Roots};
 /// Number of PCIDs.
 const PCIDS: usize = 1 << 12;
 
-/// What vouches for remembered loads of CR3, which generated code reads: numbers, and the last load of each PCID.
+/// What vouches for remembered loads of CR3, which generated code reads: numbers, and the last load of each PCID. And what
+/// generated code notes of the loads that it makes.
 ///
 /// A load is vouched for by the sum of [`Self::keeping`] or [`Self::flushing`] and the number of the context that it leads
 /// to. No number ever falls, so while the sum is unchanged, the load leads to the same context, to the same tables for each

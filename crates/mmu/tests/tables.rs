@@ -33,6 +33,13 @@ fn run(m: &mut Machine, root: u64) {
     assert!(page.is_ok());
 }
 
+/// Processes with these roots take turns.
+fn laps(m: &mut Machine, number: usize, roots: Range<u64>) {
+    for _ in 0..number {
+        roots.clone().for_each(|root| run(m, root));
+    }
+}
+
 /// Processes that come and go take the tables of those that have gone.
 #[test]
 fn processes_that_have_ended_keep_no_tables() {
@@ -51,14 +58,10 @@ fn processes_that_have_ended_keep_no_tables() {
 #[test]
 fn processes_that_come_back_have_tables() {
     let mut m = guest();
-    for _ in 0..20 {
-        for root in 0..ROOTS {
-            run(&mut m, root);
-        }
-    }
+    laps(&mut m, 20, 0..ROOTS);
     let (made, tables) = (m.mmu.stats().views_made, m.mmu.kept().tables as u64);
     assert!(tables >= ROOTS, "{tables}");
-    (0..ROOTS).for_each(|root| run(&mut m, root));
+    laps(&mut m, 1, 0..ROOTS);
     assert_eq!(m.mmu.stats().views_made, made);
 }
 
@@ -68,18 +71,13 @@ fn address_spaces_that_are_gone_give_their_tables() {
     let mut m = guest();
     let half = ROOTS / 4;
     m.mmu.set_max_tables(&m.cpu, 2 * half as usize + 2);
-    let lap = |m: &mut Machine, roots: Range<u64>| {
-        for _ in 0..10 {
-            roots.clone().for_each(|root| run(m, root));
-        }
-    };
-    lap(&mut m, 0..2 * half);
+    laps(&mut m, 10, 0..2 * half);
     for at in (0..half).flat_map(|root| tables_of(&m, root)) {
         m.poke(at, 8, 0);
     }
-    lap(&mut m, half..3 * half);
+    laps(&mut m, 10, half..3 * half);
     let made = m.mmu.stats().views_made;
-    lap(&mut m, half..3 * half);
+    laps(&mut m, 10, half..3 * half);
     assert_eq!(m.mmu.stats().views_made, made);
 }
 
@@ -89,11 +87,6 @@ fn processes_that_sleep_give_their_tables() {
     let mut m = guest();
     let half = ROOTS / 4;
     m.mmu.set_max_tables(&m.cpu, 2 * half as usize + 2);
-    let laps = |m: &mut Machine, number, roots: Range<u64>| {
-        for _ in 0..number {
-            roots.clone().for_each(|root| run(m, root));
-        }
-    };
     laps(&mut m, 10, 0..2 * half);
     laps(&mut m, 30, half..3 * half);
     let made = m.mmu.stats().views_made;

@@ -61,19 +61,6 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.alu(false, Alu::Xor, RCX, at(RAX, switches::KEY));
     a.shift(false, 4, RCX, (u32::BITS - Mode::WIDTH) as u8);
     unknown.push(a.jcc(cc::NE));
-    let vouches = |a: &mut Asm, number: i32| {
-        push(a, RDX);
-        a.load(RDX, gs(SWITCH_EPOCHS));
-        a.load32(RCX, at(RAX, switches::ADDRESS_SPACE));
-        a.rm(false, &[0xc6], 0, at(RDX, SwitchEpochs::USED).plus(RCX, 0)); // mov
-        a.bytes(&[1]);
-        sum_epochs(a, RCX, RDX, number);
-        a.alu(true, Alu::Cmp, RCX, at(RAX, switches::EPOCH));
-        pop(a, RDX);
-        let has_changed = a.jcc(cc::NE);
-        a.load(RCX, at(RAX, switches::KEPT));
-        has_changed
-    };
     a.rr(true, &[0x85], S0, S0); // test
     let flushes = a.jcc(cc::NS);
     unknown.push(vouches(a, SwitchEpochs::KEEPING));
@@ -135,6 +122,23 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(bail);
     place
+}
+
+/// Compares the number of the entry at rax with what vouches for its context. Returns the branch that is taken if that has changed. Otherwise
+/// rcx is [`Switch::kept`](crate::frame::switches::Switch::kept).
+fn vouches(a: &mut Asm, number: i32) -> usize {
+    push(a, RDX);
+    a.load(RDX, gs(SWITCH_EPOCHS));
+    a.load32(RCX, at(RAX, switches::ADDRESS_SPACE));
+    // The context is marked before it is known whether the entry is right: a mark too many does no harm.
+    a.rm(false, &[0xc6], 0, at(RDX, SwitchEpochs::USED).plus(RCX, 0)); // mov
+    a.bytes(&[1]);
+    sum_epochs(a, RCX, RDX, number);
+    a.alu(true, Alu::Cmp, RCX, at(RAX, switches::EPOCH));
+    pop(a, RDX);
+    let has_changed = a.jcc(cc::NE);
+    a.load(RCX, at(RAX, switches::KEPT));
+    has_changed
 }
 
 /// Makes `context`, which is a context's index, what vouches for loads that lead to it. `epochs` has the address of
